@@ -70,9 +70,9 @@ def test_rows_without_keys_send_nothing_back_whatever_they_are_sent(backend: str
 
 
 def test_explain_tells_of_blocks_that_the_first_kernel_does_not_take() -> None:
-    kernels = (aten.cudnn(), aten.flash("FA3"))
+    kernels = (aten.CUDNN, aten.FLASH)
     assert sdpa.describe(kernels, {2, 7}) == "cudnn"
-    assert sdpa.describe(kernels, {1, 7}) == "cudnn; flash (FA3) for blocks of 1 row"
+    assert sdpa.describe(kernels, {1, 7}) == "cudnn; flash (FA2) for blocks of 1 row"
     assert sdpa.describe(kernels[:1], {1, 7}) == "cudnn; eager for blocks of 1 row"
 
 
@@ -85,7 +85,7 @@ def test_a_large_gradient_of_lse_keeps_its_digits_in_half_precision() -> None:
     dlse = torch.randn_like(lse).sign() * 1e5
     wanted = testing.oracle((q, k, v), pattern, none, dlse)
     half = (x.half() for x in (none, q, k, v, out))
-    grads = sdpa.backward((aten.flash_on_cpu(),), *half, lse.float(), dlse.float(), sdpa.Masking(0.5))
+    grads = sdpa.backward((aten.FLASH_ON_CPU,), *half, lse.float(), dlse.float(), sdpa.Masking(0.5))
     for got, exact in zip(grads[:2], (wanted.dq, wanted.dk), strict=True):
         assert (got.double() - exact).abs().max() < 5e-3 * exact.abs().max()
 

@@ -102,14 +102,14 @@ def test_all_ranks_post_in_one_order(exchange: str, lengths: tuple[int, ...], is
     logs = [transport.log for transport in case.on_threads()[1]]
     order: dict[str, set[str]] = {}
     for log in logs:
-        names = [name for name, collective, sends, receives in log if collective or sends or receives]
+        names = [name for name, sends, receives in log if sends or receives]
         assert len(names) == len(set(names))
         for before, after in itertools.pairwise(names):
             order.setdefault(after, set()).add(before)
     graphlib.TopologicalSorter(order).prepare()  # raises where two ranks disagree
     for source, target in itertools.permutations(range(len(logs)), 2):
-        sent = [(name, sends[target]) for name, _, sends, _ in logs[source] if target in sends]
-        assert sent == [(name, receives[source]) for name, _, _, receives in logs[target] if source in receives]
+        sent = [(name, sends[target]) for name, sends, _ in logs[source] if target in sends]
+        assert sent == [(name, receives[source]) for name, _, receives in logs[target] if source in receives]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -130,6 +130,6 @@ def test_blocks_travel_in_the_dtype_computed_in_and_sums_in_float32(
     case.check(got)
     for transport in transports:
         sizes = {"forward": 2, "backward": 2, "gradients'": 4}
-        for name, _, sends, _ in transport.log:
+        for name, sends, _ in transport.log:
             (kind,) = (kind for kind in sizes if kind in name)
             assert set(sends.values()) == {2 * 8 * 3 * 3 * sizes[kind]}, name  # keys and values of 8 rows, 3 heads

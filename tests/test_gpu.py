@@ -115,7 +115,7 @@ def test_a_hopper_has_all_kernels() -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
     """torch caches cuDNN's plans by the strides of q, k, v alone: out and dout of other strides were misread."""
-    kernel = {"cudnn": aten.cudnn(), "flash": aten.flash(None), "efficient": aten.efficient()}[name]
+    kernel = {"cudnn": aten.CUDNN, "flash": aten.FLASH, "efficient": aten.EFFICIENT}[name]
     q, k, v = make_qkv(2, 40, 4, 32, dtype=BF16)
     out, lse = eager.forward((), q, k, v, Masking(0.2))
     dout, dlse = gradients(q)

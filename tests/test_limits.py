@@ -105,7 +105,7 @@ def test_keys_that_fill_half_a_tile_of_cudnn_are_two_calls(
     q, k, v = testing.make_qkv(2, keys, 4, 8, kv_heads=2, dtype=torch.float64)
     out, lse = eager.forward((), q, k, v, Masking(0.3, causal))
     dout = torch.randn_like(out)
-    got = sdpa.backward((aten.cudnn(),), dout, q, k, v, out, lse, None, Masking(0.3, causal))
+    got = sdpa.backward((aten.CUDNN,), dout, q, k, v, out, lse, None, Masking(0.3, causal))
     assert asked == calls
     for x, expected in zip(got, eager.backward((), dout, q, k, v, out, lse, None, Masking(0.3, causal)), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)

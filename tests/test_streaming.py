@@ -292,7 +292,7 @@ def test_a_segment_that_does_not_fit_names_its_bytes() -> None:
         match = f"would take {size:,} bytes .*, and max_bytes is {size - 1:,}"
         with Recorder() as recorder, pytest.raises(ValueError, match=match):
             next(da.stream(chunks, pattern, max_bytes=size - 1, **options))
-        assert recorder.names == []
+        assert all("empty" in name for name in recorder.names)
         assert len(list(da.stream(chunks, pattern, max_bytes=size, **options))) == 1
         assert len(list(da.stream(chunks, pattern, max_bytes=size // 8, num_tokens=20, **options))) == 1
 

@@ -62,25 +62,23 @@ class FakePending:
 
 
 class FakeTransport:
-    """A `Transport` over an office. ``log``: (step, collective, bytes to, bytes from each rank) of what was posted."""
+    """A `Transport` over an office. ``log``: (step, bytes to, bytes from each rank) of what was posted."""
 
     backend = "fake"
-    names_peers = agrees_on_host = True
+    agrees_on_host = True
     number = 0
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size
         self.group = self
         self.stats = Stats()
-        self.log: list[tuple[str, bool, dict[int, int], dict[int, int]]] = []
+        self.log: list[tuple[str, dict[int, int], dict[int, int]]] = []
         self._posted: dict[str, int] = {}
 
-    def post(
-        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
-    ) -> FakePending:
+    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> FakePending:
         sends = {peer: message for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in receives.items() if count}
-        self.log.append((name, collective, {peer: message.numel() for peer, message in sends.items()}, receives))
+        self.log.append((name, {peer: message.numel() for peer, message in sends.items()}, receives))
         self.stats.hops += bool(sends or receives)
         self.stats.bytes_sent += sum(message.numel() for message in sends.values())
         self.stats.bytes_received += sum(receives.values())
@@ -94,7 +92,7 @@ class FakeTransport:
     def warm_up(self) -> None:
         pass
 
-    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
+    def release(self, messages: Mapping[int, Tensor]) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
 
     def closed_on_error(self) -> AbstractContextManager[None]:

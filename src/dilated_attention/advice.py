@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.triton import dispatch, nesting
+from dilated_attention.backends.triton import nesting
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
-from dilated_attention.ring.cost import LINKS, Memory, PlanCost, plan_cost
+from dilated_attention.ring.cost import LINKS, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, flops_text, number_text
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
@@ -73,36 +73,23 @@ class Workload:
         assumed, and over ranks they always run.
         """
         memory, over = cost.memory, cost.exchanges[exchange or cost.best]
-        held = memory.saved + over.held
-        forward = (held + memory.out_sums) * FORWARD_MORE
-        backward = (held + _gradients(memory) + over.sums) * BACKWARD_MORE
+        gradients = memory.q + memory.gradients  # that of out comes in
+        forward = (memory.saved + over.held + memory.out_sums) * FORWARD_MORE
+        backward = (memory.saved + over.held + gradients + over.sums) * BACKWARD_MORE
         if self.ranks == 1 and torch.cuda.is_available():
-            call, ours = self._call(cost), self.need_of_ours(cost)
-            forward = ours.inference if choose(call).is_whole else forward
-            backward = ours.training if choose(call, backward=True).is_whole else backward
+            kv_heads = self.kv_heads or self.heads
+            call = Call(
+                cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens,
+                heads=self.heads, kv_heads=kv_heads, head_dim=self.head_dim, dtype=self.dtype,
+                device=torch.device("cuda"), total=self.tokens,
+            )  # fmt: skip
+            if choose(call).is_whole:
+                share = nesting.heads_at_once(call) / kv_heads  # the results of some heads wait at a time
+                waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
+                forward = memory.saved + (waiting if len(nesting.launches(call)) > 1 else 0)
+            if choose(call, backward=True).is_whole:
+                backward = memory.saved + gradients + 2 * memory.lse  # two numbers per row, from launch to launch
         return Need(round(forward), round(max(forward, backward)))
-
-    def need_of_ours(self, cost: PlanCost) -> Need:
-        """What our own kernels take on one GPU."""
-        call, memory = self._call(cost), cost.memory
-        share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
-        waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
-        forward = memory.saved + (waiting if len(nesting.launches(call)) > 1 else 0)
-        backward = memory.saved + _gradients(memory) + 2 * memory.lse  # two numbers per row, from launch to launch
-        return Need(round(forward), round(max(forward, backward)))
-
-    def _call(self, cost: PlanCost) -> Call:
-        """On one CUDA device."""
-        return Call(
-            cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens, heads=self.heads,
-            kv_heads=self.kv_heads or self.heads, head_dim=self.head_dim, dtype=self.dtype,
-            device=torch.device("cuda"), total=self.tokens,
-        )  # fmt: skip
-
-
-def _gradients(memory: Memory) -> int:
-    """Bytes of the gradients; that of out comes in."""
-    return memory.q + memory.gradients
 
 
 @dataclass(frozen=True)
@@ -116,12 +103,15 @@ class Suggestion:
     figures: tuple[str, ...]
 
     def __str__(self) -> str:
-        code = f"pattern = da.{self.pattern!r}"
-        if len(code) > WIDTH:
-            code = code.replace("(", "(\n    ").replace("], ", "],\n    ").replace(")", ",\n)")
-        lines = [*code.splitlines(), "", *self.figures]
-        folded = (textwrap.fill(line, WIDTH, subsequent_indent="        ") for line in lines)
-        return "\n".join([textwrap.fill(self.reasons, WIDTH), "", *folded])
+        made = self.pattern
+        code = (
+            f"pattern = da.DilatedPattern.{made.rule}(",
+            f"    {[*made.segment_lengths]},",
+            f"    {[*made.dilation_rates]},",
+            ")",
+        )
+        lines = (textwrap.fill(line, WIDTH, subsequent_indent="        ") for line in (*code, "", *self.figures))
+        return "\n".join([textwrap.fill(self.reasons, WIDTH), "", *lines])
 
 
 # --- a pattern for a length ---------------------------------------------------------------------------------------
@@ -163,49 +153,36 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
         yield f"{tokens:,} tokens are at most {ROWS:,}: one dense segment is cheap and leaves nothing out."
         return
     if len(widths) == 1:
-        yield f"{pattern.rule} gives a head one branch, and the only head must cover every row: one dense segment."
-        yield "With more heads, or with rule longnet, the cost grows with the length and not with its square."
+        yield "The only head must cover every row: one dense segment. With rule longnet it could be sparser."
         return
-    last = len(rates) - 1
-    taken = len({pattern.offset(last, head, kv_heads) for head in pattern.heads(last, kv_heads)})
-    yield f"The longest branch takes {taken:,} of every {rates[-1]:,} of the {tokens:,} tokens"
-    yield f"({number_text(100 * taken / rates[-1])} %): these see from one end to the other."
-    if taken < rates[-1]:
+    seeing = {pattern.offset(len(rates) - 1, head, kv_heads) for head in pattern.heads(len(rates) - 1, kv_heads)}
+    yield f"The longest branch takes {len(seeing):,} of every {rates[-1]:,} of the {tokens:,} tokens: these see from"
+    yield "one end to the other."
+    if len(seeing) < rates[-1]:
         yield "Later layers connect the others with them."
     yield f"From each of the {len(widths)} branches to the next, segments get up to {rates[1]} times longer and"
     yield f"sparser, so that none has more than {ROWS:,} rows."
     if pattern.head_rule.splits_heads:
-        shares = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
-        yield f"The branches get {shares} of {kv_heads} heads; a head of rate r writes 0 into all but every r-th row."
-    else:
-        yield "The branch of rate 1 covers every row of every head."
+        yield "Each head runs one branch; a head of rate r writes 0 into all but every r-th row."
     if pattern.head_rule.adds_zeros and not workload.is_causal and tokens % widths[-2]:
-        yield f"{pattern.rule} fills up segments with fewer rows than others with zero keys, and attends to them."
-        yield f"A length that is a multiple of {widths[-2]:,} has none, and neither has a causal call."
+        yield f"A length that is a multiple of {widths[-2]:,} avoids the zero keys that fill up segments."
 
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
     """What it costs, one line each."""
-    tokens, heads, is_causal = workload.tokens, workload.heads, workload.is_causal
-    pairs = cost.pattern.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=is_causal)
-    dense = heads * tokens * (tokens + 1) // 2 if is_causal else heads * tokens**2
-    less = f"{number_text(dense / pairs)} times less than" if pairs < dense else f"{number_text(pairs / dense)} times"
+    tokens, heads = workload.tokens, workload.heads
+    pairs, dense = (
+        x.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=workload.is_causal)
+        for x in (cost.pattern, DilatedPattern.longnet([tokens], [1]))
+    )
     flops, best = 4 * workload.head_dim * workload.batch * pairs, cost.exchanges[cost.best]
-    yield f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward; {less} dense"
+    work = f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward"
+    yield f"{work}; dense: {number_text(dense / pairs)} times that"
     yield f"keys that a row of a head sees: {pairs / tokens / heads:,.0f} on average"
     if cost.ranks > 1:
         there, back = bytes_text(best.forward.bytes_received), bytes_text(best.backward.bytes_received)
         yield f"exchange: {cost.best} is the fastest; a rank receives {there} forward and {back} backward"
-    yield f"memory{' of a rank' if cost.ranks > 1 else ''}: {workload.need(cost)}"
-    yield f"kept for the backward pass: {bytes_text(cost.memory.saved)}"
-    yield from on_a_gpu(workload, cost)
-
-
-def on_a_gpu(workload: Workload, cost: PlanCost) -> Iterator[str]:
-    """The memory on a GPU, where there is none here: our own kernels may run there, and need less."""
-    may_run = workload.ranks == 1 and workload.dtype is not torch.float64 and workload.head_dim <= max(dispatch.SMALL)
-    if may_run and not torch.cuda.is_available():
-        yield f"memory with our kernels, on a GPU: {workload.need_of_ours(cost)}"
+    yield f"memory of a rank: {workload.need(cost)}"
 
 
 def verdict(workload: Workload, cost: PlanCost, memory: int | None) -> list[str]:
@@ -213,12 +190,13 @@ def verdict(workload: Workload, cost: PlanCost, memory: int | None) -> list[str]
     if memory is None:
         return []
     need, room = workload.need(cost), bytes_text(memory)
+    training, inference = bytes_text(need.training), bytes_text(need.inference)
     if need.training <= memory:
-        return [f"training fits: it needs {bytes_text(need.training)} of {room}"]
+        return [f"training fits: it needs {training} of {room}"]
     last = f"no single change fits: another exchange, a smaller batch, another dtype, up to {MOST_TRIED:,} ranks"
     return [
-        f"training does not fit: it needs {bytes_text(need.training)}, and there are {room}",
-        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {bytes_text(need.inference)}",
+        f"training does not fit: it needs {training}, and there are {room}",
+        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {inference}",
         *([*_changes(workload, cost, memory)] or [last]),
     ]
 

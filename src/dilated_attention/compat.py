@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, warn
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
@@ -103,14 +102,14 @@ class RingAttentionV2Simple(RingDilatedAttention):
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
     """Is RingDilatedAttention with the exchange "allgather": all key and value rows arrive in one step.
 
-    On NCCL it is one collective; on gloo a batch of messages, so that an error can name a missing rank.
+    Such a step is one batch of messages, which NCCL sends as it does an all-to-all.
     """
 
     exchange = "allgather"
 
 
 class RingDilatedAttentionProduction(RingDilatedAttention):
-    """Is RingDilatedAttention with a cap on memory, second tries when memory runs out, kept buffers, and statistics.
+    """Is RingDilatedAttention with a cap on memory, second tries when memory runs out, and statistics.
 
     ``max_workspace_bytes`` caps the results of one block: larger blocks are computed some heads at a time.
     """
@@ -128,7 +127,7 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, **options)
         if max_workspace_bytes is not None:
             max_workspace_bytes = check_int("max_workspace_bytes", max_workspace_bytes)
-        self.ranks.memory_cap, self.ranks.buffers = MemoryCap(max_workspace_bytes), Buffers()
+        self.ranks.memory_cap = MemoryCap(max_workspace_bytes)
 
     def stats(self) -> dict[str, float]:
         """Returns statistics of all calls of this module on this rank, with their backward passes.

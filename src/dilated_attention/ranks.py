@@ -1,9 +1,7 @@
 """Local processes ("ranks") joined in one gloo group and kept alive between calls: a tool of tests and benchmarks.
 
-All ranks are forked from one server process that has imported torch and done nothing else: the first pool takes as long
-as that import, the next ones a tenth of a second. A script that makes a pool needs the usual
-``if __name__ == "__main__"``. What goes there and back is written by torch.save: functions and classes go by name, so
-they are at the top level of a module.
+They are forked from one server process that has imported torch: only the first pool takes long. A script that makes a
+pool needs ``if __name__ == "__main__"``, and its functions are at the top level of a module, since they go by name.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-# Imported once for all ranks. Not this package: the server would import it from wherever it finds one, not from where
-# we come from.
+# Imported once for all ranks. Not this package: the server might find another copy of it.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"]
 TIMEOUT = 120.0  # seconds after which a collective of the group fails
 GRACE = 5.0  # seconds that a call outlives it, so that ranks can say themselves where they waited
@@ -51,9 +48,8 @@ class Outcome:
 
 class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
-        failed = [x for x in outcomes if x.error_type]
-        told = [f"\nrank {x.rank}: {x.error_type}: {x.error}\n{x.traceback.rstrip()}" for x in failed]
-        super().__init__("\n".join([f"{what} failed on {len(failed)} of {len(outcomes)} ranks", *told]))
+        failed = [f"\nrank {x.rank}: {x.error_type}: {x.error}\n{x.traceback}" for x in outcomes if x.error_type]
+        super().__init__(f"{what} failed on {len(failed)} of {len(outcomes)} ranks\n" + "".join(failed))
 
 
 class Pool:
@@ -88,9 +84,9 @@ class Pool:
     ) -> list[Any]:
         """Calls ``function(*args)`` on every rank and returns the results, in the order of ranks.
 
-        If a rank fails, it raises RanksFailed, once the others have answered or ``timeout`` seconds have passed. With
-        ``check=False`` it raises nothing, and returns an `Outcome` for each rank. After a failure the ranks form a new
-        group, so that the next call does not receive what this one sent. If a rank died or hung, the pool is closed.
+        If a rank fails, it raises RanksFailed, once the others have answered or ``timeout`` seconds have passed; with
+        ``check=False`` it returns an `Outcome` for each rank instead. Then the ranks form a new group, so that the next
+        call does not receive what this one sent; or, if one died or hung, the pool is closed.
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
@@ -106,7 +102,7 @@ class Pool:
         return [x.value for x in outcomes] if check else outcomes
 
     def renew(self) -> None:
-        """Ends the groups that calls made, and their polling threads, by giving the ranks a fresh one."""
+        """A fresh group: those that calls made end, with their polling threads."""
         if self._used and not self.broken:
             self._used = False
             self._join()

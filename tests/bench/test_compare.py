@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention import compat, dilated_attention
-from dilated_attention.bench import compare, implementations, runners
-from dilated_attention.bench.compare import FAILED, FAR, Comparison
+from dilated_attention.bench import implementations, runners
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Lines
+from dilated_attention.bench.session import FAILED, FAR, Session
 from dilated_attention.bench.setting import BOTH, FORWARD, Implementation, Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import RULES
@@ -43,13 +42,12 @@ def changed(change: Change = lambda out: out, seen: list[int] | None = None, onl
     )
 
 
-def comparison(limit_ms: float = 1e9) -> Comparison:
-    found: dict[str, Any] = {"checks": [], "measurements": []}
-    return Comparison(found, Lines(), 0.0, limit_ms)
+def started() -> Session:
+    return Session(CPU, (torch.float32,), seconds=0.0)
 
 
 def compared(*which: Implementation, setting: Setting = SETTING) -> dict[str, Any]:
-    made = comparison()
+    made = started()
     made.compare("suite", which, setting)
     return made.results
 
@@ -130,7 +128,7 @@ def test_an_error_in_one_does_not_stop_the_others(message: str, status: str, cal
 
 
 def test_what_would_take_too_long_is_skipped_with_a_reason() -> None:
-    made = comparison()
+    made = started()
     made.compare("suite", [changed()], SETTING)
     made.limit_ms = 1e-6
     made.compare("suite", [changed()], replace(SETTING, tokens=256))
@@ -140,7 +138,7 @@ def test_what_would_take_too_long_is_skipped_with_a_reason() -> None:
 
 
 def test_one_dtype_has_one_verdict_the_worst() -> None:
-    made, wrong = comparison(), changed(lambda out: out * 2)
+    made, wrong = started(), changed(lambda out: out * 2)
     given: list[tuple[Any, dict[str, Any]]] = [(changed(), {}), (wrong, {"samples": 2}), (changed(), {"heads": 2})]
     for one, more in (*given, (changed(), {"causal": True})):
         made.compare("suite", [one], replace(SETTING, **more))
@@ -173,9 +171,7 @@ def test_over_ranks_too_a_wrong_one_is_caught(name: str, monkeypatch: pytest.Mon
     found = compared(one)
     assert found["checks"][0]["verdict"] == "exact"
     assert by_direction(found, one.name)[BOTH]["peak_bytes"] > 3 * 128 * 4 * 8 * 4 / 2  # gradients of half the tokens
-    monkeypatch.setattr(
-        compare.runners, "results_of", lambda *x: {key: value.roll(1) for key, value in right(*x).items()}
-    )
+    monkeypatch.setattr(runners, "results_of", lambda *x: {key: value.roll(1) for key, value in right(*x).items()})
     found = compared(one)
     assert found["checks"][0]["verdict"] == "wrong"
     assert by_direction(found, one.name)[BOTH]["ms"] is None

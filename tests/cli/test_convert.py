@@ -31,8 +31,8 @@ def test_the_weights_are_the_same(run: Run, source: Path, tmp_path: Path) -> Non
 
 def test_what_is_refused(refused: Refused, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "new.safetensors"
-    assert "no file" in refused("convert", tmp_path / "none.pth", target)
-    assert "must end in .safetensors" in refused("convert", source, tmp_path / "new.pth")
+    assert "there is no file" in refused("convert", tmp_path / "none.pth", target)
+    assert "must be a file, and end in .safetensors" in refused("convert", source, tmp_path / "new.pth")
     other = tmp_path / "other.pth"
     torch.save({"model": {"norm.weight": torch.ones(3)}}, other)
     assert "no weights of such a model" in refused("convert", other, target)

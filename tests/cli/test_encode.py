@@ -153,7 +153,9 @@ def test_an_interruption_keeps_what_was_written(encoded: Encoded, embeds: Any, t
     assert "slides encoded: 1 (5 tiles" in encoded().out
 
 
-def test_a_full_disk_still_tells_what_was_done(encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_still_tells_what_was_done(
+    encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = files.write
 
     def full(path: Path, *content: Any) -> None:
@@ -167,6 +169,12 @@ def test_a_full_disk_still_tells_what_was_done(encoded: Encoded, monkeypatch: py
     assert "slides encoded: 1 (40 tiles" in out
     assert "run the same command again" in out
     assert "mid.h5: No space left on device" in " ".join(err.split())
+    monkeypatch.setattr(files, "write", write)
+    assert encoded().code == 0
+    monkeypatch.setattr(work, "write_table", lambda job, outcome, file: full(file.with_name("mid")))
+    code, out, err = encoded()
+    assert (code, err.splitlines()[1:]) == (2, [f"error: cannot write {tmp_path}/out/mid: No space left on device"])
+    assert "3 were encoded before; interrupted: run the same command again" in out
 
 
 def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Encoded, features: Path, tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ def test_batches_fit_the_budget() -> None:
     [
         ("--pool max", "--pool: invalid choice: 'max'"),
         ("--layer 3", "--layer must be from 0 to 2, the depth of these weights, got 3"),
-        ("--table all.xls", "--table must end in .csv"),
+        ("--table all.xls", "--table must be a file, and end in .csv"),
         ("--thumbnails .", "--thumbnails must be a folder, and needs --attention"),
         ("--weights none.pth", "there are no weights at 'none.pth'"),
         ("--heads 5", "multiple of num_heads"),

@@ -28,7 +28,7 @@ def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("dilated_attention.cli.output.console", console)
     out = run(*LINE).out
-    assert "\x1b[38;5;117;48;5;117m▀" in out
+    assert "\x1b[38;5;117m██" in out
     assert f"A cell is {View(PATTERN, 8192, 8, cells=terminal.cells_in(console(), 8192)).cell_size} " in out
 
 

@@ -30,12 +30,12 @@ def test_one_rank_on_nccl_computes_as_without_a_group(nccl) -> None:
 
 
 def test_a_group_with_nccl_alone_agrees_on_the_device(nccl) -> None:
-    """Its host has no backend: messages to all, and steps, are collectives of CUDA tensors."""
+    """Its host has no backend: messages to all, and steps, are of CUDA tensors."""
     transport = GroupTransport(nccl, torch.device("cuda"), 60.0)
-    assert (transport.backend, transport.names_peers, transport.agrees_on_host) == ("nccl", False, False)
+    assert (transport.backend, transport.agrees_on_host) == ("nccl", False)
     transport.warm_up()
     assert transport.post_all("a word", torch.zeros(8, dtype=torch.uint8)).wait() == {}
-    assert transport.post("a step", {}, {}, collective=True).wait() == {}
+    assert transport.post("a step", {}, {}).wait() == {}
     with pytest.raises(ValueError, match="carries no cpu tensors"):
         GroupTransport(nccl, torch.device("cpu"), 60.0)
 

@@ -163,6 +163,18 @@ def said(arguments: list[str]) -> str:
     return "nothing"
 
 
+def poisoned(arguments: list[str]) -> str:
+    """The fourth step of the optimizer makes weights NaN."""
+
+    def then(trainer: Any, _: Any) -> None:
+        if trainer.step == 3:
+            weights, step = trainer.model.embed.weight, trainer.optimizer.step
+            trainer.optimizer.step = lambda: (step(), weights.data.to_local().fill_(math.nan))
+
+    with followed(train_lm.Trainer, "gradients", then):
+        return said([*arguments, "--save-every", "1"])
+
+
 def overflowing(arguments: list[str]) -> str:
     """The gradients of the fourth step are infinite, its loss is not."""
 
@@ -300,8 +312,9 @@ def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path) -> None:
         assert all(re.search(says, text) for text in told)
 
 
-def test_what_is_not_finite_is_never_saved(tmp_path: Path) -> None:
-    told = alone(overflowing, given(tmp_path))
+@pytest.mark.parametrize("fault", [poisoned, overflowing])
+def test_what_is_not_finite_is_never_saved(tmp_path: Path, fault: Any) -> None:
+    told = alone(fault, given(tmp_path))
     assert told.startswith("error: step 4 has a loss, gradients or weights that are not finite (loss ")
     assert told.endswith(f"the last good checkpoint is {tmp_path}/out/step-00000003.pt")
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Lfm2Config, StaticCache
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
+from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.integrations.transformers import DilatedCache, set_pattern
 from dilated_attention.integrations.transformers.grid import grid_mask
+from dilated_attention.models.transformer import written
 from dilated_attention.testing import error
 from tests.integrations.hf import (
     CACHES,
@@ -196,15 +198,9 @@ def test_compiled_generation() -> None:
 # --- what cannot be honoured ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "says"),
-    [
-        ("mistral", {"sliding_window": 4}, "sliding-window or chunked layers"),
-        ("llama", {"is_causal": False}, "bidirectional"),
-    ],
-)
-def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
-    refused(made(config_of(name, **changes)), says)
+def test_configs_that_are_refused() -> None:
+    refused(made(config_of("mistral", sliding_window=4)), "sliding-window or chunked layers")
+    refused(made(config_of(is_causal=False)), "bidirectional")
 
 
 NO_CACHE = {"use_cache": False}
@@ -231,6 +227,9 @@ EACH = "has 20 tokens, cached and new, and attention_mask .* has 25: give attent
         ({**packed(), "position_ids": torch.arange(40)[None], "cu_seq_lens_q": ENDS}, "pass them with cu_seq_lens_q"),
         ({**packed(), "cu_seq_lens_q": ENDS[[0, 1, 3]]}, "must begin at 0 in each packed document"),
         ({**packed(), "cu_seq_lens_q": ENDS + ENDS // 40}, "end with 40, the number of tokens"),
+        ({"cu_seq_lens_k": ENDS}, "cu_seq_lens_k must be the same"),
+        ({**packed(), "cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS[[0, 3]]}, "cu_seq_lens_k must be the same"),
+        ({"attention_mask": MASK[:1]}, r"attention_mask must be \(3, tokens\), got \(1, 20\)"),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
         ({"attention_mask": torch.ones(3, 25), **NO_CACHE}, EACH),
         ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 .* and 20 new ones: it must have a column for each"),
@@ -241,7 +240,13 @@ def test_calls_that_are_refused(name: str, given: dict[str, Any], says: str) -> 
     refused(model_of(name), says, **given)
 
 
-def test_a_model_whose_first_layer_is_of_another_kind() -> None:
+def test_models_whose_first_layer_is_of_another_kind_or_tells_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(model_of("gpt2"), "cannot honour output_attentions", output_attentions=True)
+    model, attention = made(config_of()), AttentionInterface()["dilated"]
+    silent: Any = lambda *given, position_ids=None, **more: attention(*given, **more)  # noqa: E731
+    monkeypatch.setitem(AttentionInterface._global_mapping, "dilated", silent)
+    with pytest.warns(DilatedAttentionWarning, match="LlamaAttention does not pass position_ids on"):
+        model(tokens())
     shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
     mixed = made(set_pattern(Lfm2Config(**shape, layer_types=["conv", "full_attention"]), PATTERN))
     refused(mixed, "must grow by 1", position_ids=ODD, attention_mask=MASK)
@@ -285,8 +290,9 @@ def test_positions_go_on_after_the_cache(kind: Any, n: int, side: str | None) ->
     assert error(*logits) < 1e-5  # rotary positions are relative, in float32
 
 
-@TWO
-@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*itertools.product(("llama", "longnet"), (DynamicCache, DilatedCache)), ("longnet", StaticCache)]
+)
 @torch.no_grad()
 def test_a_cache_that_is_filled_by_half_is_refused(name: str, kind: Any) -> None:
     """As after an error, or a key that was pressed, between two layers."""
@@ -298,7 +304,7 @@ def test_a_cache_that_is_filled_by_half_is_refused(name: str, kind: Any) -> None
     with pytest.raises(KeyboardInterrupt):
         model(tokens()[:, 5:8], past_key_values=cache)
     hook.remove()
-    says = "a layer has 7 tokens, cached and new, and .* has 10: .* make a new cache"
+    says = "hold different numbers of tokens" if name == "longnet" else "a layer has 7 tokens, .* has 10: .* make a new"
     refused(model, says, input_ids=tokens()[:, 8:10], past_key_values=cache)
 
 
@@ -314,9 +320,12 @@ def test_checkpointing_that_leaves_a_filled_cache_out_is_refused() -> None:
 def test_a_config_without_a_pattern_or_with_too_many() -> None:
     kind, shape = CONFIGS["llama"]
     refused(made(kind(**shape)), "no dilated_pattern: call set_pattern")
+    config = config_of()
     for count in (0, 3):
-        says = f"{count} patterns, and the model 2 layers: give one, or one per layer"
-        refused(made(config_of(pattern=[PATTERN] * count)), says)
+        config.dilated_pattern = [written(PATTERN)] * count  # as one that was loaded may be
+        refused(made(config), f"{count} patterns, and the model 2 layers: give one, or one each")
+        with pytest.raises(ValueError, match=f"{count} patterns, and the model 2 layers"):
+            set_pattern(config_of(), [PATTERN] * count)
 
 
 @TWO

@@ -109,6 +109,16 @@ def test_a_block_that_draws_numbers(kind: Any, length: int) -> None:
     close(found(model, True, length), found(model, False, length))
 
 
+@pytest.mark.parametrize("by", [0, 1])
+def test_second_derivatives_are_refused(by: int) -> None:
+    """Of a sum, whose gradient is a constant; also by one input alone, as in a gradient penalty."""
+    layer, x = torch.nn.Linear(4, 4), torch.randn(1, TOKENS, 4, requires_grad=True)
+    (out,) = parts.in_parts(lambda x: (layer(x) ** 2,), (x,), [layer.weight, layer.bias], again=True)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(grad.square().sum(), (x, layer.weight)[by])
+
+
 def test_parts_follow_autocast() -> None:
     layer, x = torch.nn.Linear(4, 4), torch.randn(1, TOKENS, 4, requires_grad=True)
     weights = [layer.weight, layer.bias]

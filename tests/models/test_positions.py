@@ -88,9 +88,3 @@ def test_attributes_of_a_file() -> None:
 def test_shapes_are_checked(tiles: Any, coords: Any, mask: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         small()(torch.zeros(tiles), torch.zeros(coords), padding_mask=mask)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_coordinates_in_half_precision_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=str(dtype)):
-        positions.cells(torch.zeros(1, 2, 2, dtype=dtype), 256, 1000)

@@ -78,24 +78,36 @@ def test_weights_load_from_a_file(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(model.double()(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
 
 
-BAD: dict[str, Any] = {  # None: left out
-    'Missing .* "norm.bias"': {"norm.bias": None},
-    'Unexpected .* "decoder.bias"': {"decoder.bias": torch.ones(1)},
-    r"size mismatch for norm.bias: .*\[3\].*\[32\]": {"norm.bias": torch.ones(3)},
-    "fc1.weight is missing": {"encoder.layers.0.ffn.fc1.weight": None},
-    r"proj.weight is \(2, 3, 4, 4\)": {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)},
-    r"proj.weight is \(0, 6\), and must be a matrix": {"patch_embed.proj.weight": torch.ones(0, 6)},
-    'Missing .* "encoder.layers.2.': {f"encoder.layers.{10**12}.b": torch.ones(1)},
-    "Unexpected .* ...$": {"n" * 100_000: torch.ones(1)},
-    "more in it than tensors": {"norm.bias": Path("x")},
-}
+PROJ = "patch_embed.proj.weight"
+BAD: list[tuple[dict[Any, Any], str]] = [  # None: left out
+    ({"norm.bias": None}, 'Missing .* "norm.bias"'),
+    ({"decoder.bias": torch.ones(1)}, 'Unexpected .* "decoder.bias"'),
+    ({"norm.bias": torch.ones(3)}, r"size mismatch for norm.bias: .*\[3\].*\[32\]"),
+    ({"encoder.layers.0.ffn.fc1.weight": None}, "fc1.weight is missing"),
+    ({PROJ: torch.ones(2, 3, 4, 4)}, r"proj.weight is \(2, 3, 4, 4\)"),
+    ({PROJ: torch.ones(0, 6)}, r"proj.weight is \(0, 6\), and must be a matrix"),
+    ({f"encoder.layers.{10**12}.b": torch.ones(1)}, 'Missing .* "encoder.layers.2.'),
+    ({"n" * 100_000: torch.ones(1)}, "Unexpected .* ...$"),
+    ({"norm.bias": Path("x")}, "more in it than tensors"),
+    ({"epoch": 3}, "not a state dict"),
+    *(
+        ({PROJ: odd}, f"not plain tensors of numbers: {PROJ}")
+        for odd in (
+            torch.ones(32, 6).to_sparse(), torch.ones(32, 6, device="meta"), torch.ones(32, 6, dtype=torch.complex64),
+            torch.ones(32, 6, dtype=torch.int8), torch.ones(1).expand(10**5, 10**4),
+            torch.quantize_per_tensor(torch.ones(32, 6), 0.1, 0, torch.qint8),
+        )
+    ),
+    ({3: torch.ones(1)}, "not plain tensors of numbers: 3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", [*BAD, "not a state dict"])
-def test_weights_that_do_not_fit_are_refused(said: str, tmp_path: Path) -> None:
-    state: dict[str, Any] = golden("gigapath_tiny_50")[1] | BAD[said] if said in BAD else {"epoch": 3}
-    kept = {key: x for key, x in state.items() if x is not None}
-    torch.save({"model": kept}, tmp_path / "slide_encoder.pth")
+@pytest.mark.parametrize(("changes", "said"), BAD)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about quantized tensors
+def test_weights_that_do_not_fit_are_refused(changes: dict[Any, Any], said: str, tmp_path: Path) -> None:
+    """In one line, before anything is made of them."""
+    state = golden("gigapath_tiny_50")[1] | changes
+    torch.save({"model": {key: x for key, x in state.items() if x is not None}}, tmp_path / "slide_encoder.pth")
     with pytest.raises(ValueError, match=said) as raised:
         SlideEncoder.from_pretrained(tmp_path, global_pool=False, num_heads=4)
     assert len(str(raised.value)) < 700
@@ -110,7 +122,10 @@ def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
     else:
         torch.save(small().state_dict(), file, _use_new_zipfile_serialization=ending == "pth")
     whole = file.read_bytes()
-    for content in (b"", b"no weights at all", whole[: len(whole) // 2]):
+    flipped = whole[:9] + bytes([whole[9] ^ 64]) + whole[10:]
+    if ending == "pth":  # numbers have checksums
+        flipped = whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 16]) + whole[len(whole) // 2 + 1 :]
+    for content in (b"", b"no weights at all", whole[: len(whole) // 2], flipped):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"is damaged.*: .+"):
             SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)

@@ -32,7 +32,6 @@ from dilated_attention import (
     testing,
 )
 from dilated_attention.backends import sdpa
-from dilated_attention.distributed.group import Buffers
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results
@@ -187,7 +186,7 @@ def checkpointing() -> tuple[list[str], list[int]]:
     """What differs with received rows kept, and the bytes that the backward pass receives either way."""
     results, received = [], []
     for use in (True, False):
-        module = make(RingDilatedAttentionProduction, use_checkpointing=use)  # which uses its buffers again
+        module = make(RingDilatedAttentionProduction, use_checkpointing=use)
         leaves = [mine(x).requires_grad_() for x in inputs()[0]]
         out = module(*leaves)
         before = module.ranks.stats.bytes_received
@@ -305,24 +304,21 @@ def test_when_not_even_one_head_fits_every_rank_knows(name: str, row: int) -> No
     assert any("rank 1" in outcomes[rank].error for rank in (0, 2))  # the other may hear it from a third
 
 
-def observed() -> tuple[list[dict[str, float]], list[list[int]], set[str]]:
-    """Statistics at first, after a forward pass and after three steps; where buffers lie; what the profiler names."""
+def observed() -> tuple[list[dict[str, float]], set[str]]:
+    """Statistics at first, after a forward pass and after three steps; what the profiler names."""
     module = make(RingDilatedAttentionProduction)
-    found, places = [module.stats()], []
+    found = [module.stats()]
     with torch.no_grad():
         module(*(mine(x) for x in inputs()[0]))
     found.append(module.stats())
     for _ in range(3):
         with torch.profiler.profile() as profile:
             on_this_rank(module)
-        waiting = module.ranks.buffers.free.values()
-        places.append(sorted(buffer.data_ptr() for some in waiting for buffer in some))
-    return [*found, module.stats()], places, {event.name for event in profile.events()}
+    return [*found, module.stats()], {event.name for event in profile.events()}
 
 
-def test_receive_buffers_are_used_again() -> None:
-    """And all that is sent is counted, and named for the profiler."""
-    by_rank, places, names = zip(*pool(3).run(observed), strict=True)
+def test_what_is_sent_is_counted_and_named_for_the_profiler() -> None:
+    by_rank, names = zip(*pool(3).run(observed), strict=True)
     for moment in (1, 2):
         sent, received = (sum(x[moment][key] for x in by_rank) for key in ("bytes_sent", "bytes_received"))
         assert sent == received > 0
@@ -331,21 +327,5 @@ def test_receive_buffers_are_used_again() -> None:
         assert set(none.values()) == {0}
         assert everything["hops"] > 4 * forward["hops"]  # four forward passes and three backward
         assert min(everything["peak_bytes"], everything["seconds_waited"]) > 0
-    for first, second, third in places:
-        assert first
-        assert first == second == third
     wanted = {f"dilated_attention::ring {direction} step 1" for direction in ("forward", "backward")}
     assert all(wanted <= some for some in names)
-
-
-def test_buffers_are_used_again_and_sizes_no_longer_used_are_let_go() -> None:
-    buffers, host = Buffers(), torch.device("cpu")
-    first = buffers.take(8, host)
-    buffers.give(first)
-    buffers.begin()
-    assert buffers.take(8, host) is first
-    assert buffers.take(8, host) is not first
-    for size in range(1, 50):
-        buffers.begin()
-        buffers.give(buffers.take(size, host))
-    assert len(buffers.free) <= 2

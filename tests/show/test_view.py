@@ -11,9 +11,6 @@ from dilated_attention.show import View
 from dilated_attention.show.view import shades
 
 LONGNET = DilatedPattern.longnet([4, 8], [1, 2])
-GROUPS = DilatedPattern.head_groups([8, 32], [1, 4])
-SOLID = "In head 0, all drawn tokens lie in one segment of w=8 r=1: draw more to see less."
-REST = "In head 1, 16 of 64 tokens get an output. The others get 0."
 
 
 def test_titles_and_captions() -> None:
@@ -23,10 +20,9 @@ def test_titles_and_captions() -> None:
     many = View(DilatedPattern.longnet([2**i for i in range(2, 12)], [1] * 10), 1, 1)
     assert many.title == "longnet: w=4 r=1, w=8 r=1, w=16 r=1, …, w=2048 r=1"
     assert many.subtitle == "1 token, 1 head, not causal"
-    single, large = View(LONGNET, 8, 2), View(LONGNET, 1024, 2)
-    assert single.caption("branch").endswith("Its colour is the first branch that contains it.")
+    large = View(LONGNET, 1024, 2)
     assert large.caption("share").startswith("A cell is 8 × 8 tokens. Its shade is the largest share of its pairs")
-    assert large.caption("branch") == f"{large.caption('share')} Its colour is that branch."
+    assert large.caption("branch").startswith(f"{large.caption('share')} Its colour is the first branch that")
 
 
 @pytest.mark.parametrize(
@@ -52,9 +48,6 @@ def test_titles_and_captions() -> None:
             "In head 0, query 9 sees 4 keys in w=8 r=1 (8 9 10 11), 4 zero keys.",
             "Lines are the borders between the shards of 4 ranks.",
         ]),
-        # a window that is solid in the heads of one branch, and one over a border, which is not
-        (View(GROUPS, 64, 2, window=(8, 16)), [SOLID, REST]),
-        (View(GROUPS, 64, 2, window=(8, 17)), [REST]),
     ],
 )  # fmt: skip
 def test_facts(view: View, facts: list[str]) -> None:
@@ -70,11 +63,11 @@ def test_levels_are_what_they_say() -> None:
     """Shares of 1, 1/4, 1/9, 1/64 and 1/81, and an empty cell. Cells of 2^24 tokens have shades of their own."""
     for rate, level in ((1, 0), (2, 1), (3, 2), (8, 3), (9, 4)):
         (picture,) = View(DilatedPattern.longnet([1440], [rate]), 2880, 1, cells=2).pictures
-        assert picture.levels(shades([picture]).values()).tolist() == [[level, 5], [5, level]]
+        assert picture.levels(shades([picture])).tolist() == [[level, 5], [5, level]]
     (picture,) = View(DilatedPattern.longnet([2**11, 2**26, 2**30], [1, 2**15, 2**18]), 2**30, 1, cells=64).pictures
     found = shades([picture])
     assert [*found][1::3] == ["1/256 or more", "less than 1/16,777,216"]
-    assert picture.levels(found.values())[0].tolist() == [2, *[4] * 63]
+    assert picture.levels(found)[0].tolist() == [2, *[4] * 63]
 
 
 def test_many_heads_do_not_fill_the_page() -> None:

@@ -104,8 +104,24 @@ def test_pictures_of_others_are_not_replaced(encoded: Encoded, tmp_path: Path) -
         slide(tmp_path, name)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/one.png").write_bytes(b"a photograph")
-    assert [path.stem for path in encoded(maps=True).failed] == ["one"]
-    assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
+    for maps in (True, False, True):  # with the result of a run without maps beside it, too
+        assert [path.stem for path in encoded(maps).failed] == (["one"] if maps else [])
+        assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
     (tmp_path / "out/one.png").unlink()
     for maps in (True, False, True):  # our own may be
         assert encoded(maps, key=f"{maps}").failed == {}
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda file: h5py.File(file, "r+").clear(), lambda file: file.write_bytes(b"")]
+)
+def test_a_result_that_is_gone_when_the_table_is_written(
+    encoded: Encoded, tmp_path: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        slide(tmp_path, name)
+    run = encode.run
+    monkeypatch.setattr(encode, "run", lambda *given, **more: (run(*given, **more), damage(tmp_path / "out/one.h5")))
+    (reason,) = encoded().failed.values()
+    assert "one.h5 was removed or damaged before " in reason
+    assert [row[0] for row in rows(tmp_path)] == ["two"]

@@ -10,7 +10,6 @@ heads of a row are side by side in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,8 +40,7 @@ class Dense(NamedTuple):
 Result = tuple[Tensor, Tensor]  # out, lse
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel: forward(problem), and backward(problem, out, lse, dout) with the merged out and lse."""
 
     name: str
@@ -53,25 +51,6 @@ class Kernel:
 
     def __str__(self) -> str:
         return self.name
-
-
-def flash_on_cpu() -> Kernel:
-    """Where all keys fit in one vector and all score NaN, out and lse are 0, as in torch's SDPA: `sdpa` mends that."""
-    return Kernel("flash on CPU", _flash_cpu_forward, _flash_cpu_backward, takes_bias=True)
-
-
-def flash(implementation: str | None) -> Kernel:
-    """torch's flash attention, in whatever implementation the user activated."""
-    return Kernel(f"flash ({implementation or 'FA2'})", _flash_forward, _flash_backward, takes_bias=False)
-
-
-def cudnn() -> Kernel:
-    """A single row is refused by cuDNN, and asking for it has brought the process down later."""
-    return Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, min_rows=2)
-
-
-def efficient() -> Kernel:
-    return Kernel("efficient", _efficient_forward, _efficient_backward, takes_bias=True)
 
 
 def _flash_cpu_forward(x: Dense) -> Result:
@@ -184,3 +163,11 @@ def _spread(x: Dense) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v and bias: one key/value head is seen by every query head, with stride 0."""
     k, v = (t.expand(-1, x.q.shape[1], -1, -1) for t in (x.k, x.v))
     return x.q, k, v, None if x.bias is None else x.bias.expand(*x.q.shape[:3], x.k.shape[2])
+
+
+# Where all keys fit in one vector and all score NaN, out and lse are 0, as in torch's SDPA: `sdpa` mends that.
+FLASH_ON_CPU = Kernel("flash on CPU", _flash_cpu_forward, _flash_cpu_backward, takes_bias=True)
+FLASH = Kernel("flash (FA2)", _flash_forward, _flash_backward, takes_bias=False)
+# A single row is refused by cuDNN, and asking for it has brought the process down later.
+CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, min_rows=2)
+EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, takes_bias=True)

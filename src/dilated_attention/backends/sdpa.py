@@ -130,15 +130,14 @@ def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
 def _candidates(call: Call) -> tuple[Kernel, ...]:
     """The kernels of a device in the order of trial: cuDNN first where it was measured to win, on Hopper."""
     if call.device.type == "cpu":
-        return (aten.flash_on_cpu(),)
+        return (aten.FLASH_ON_CPU,)
     if call.device.type != "cuda":
         return ()
-    flash, cudnn, efficient = aten.flash(call.flash), aten.cudnn(), aten.efficient()
-    if call.flash is not None:  # the user asked for it
-        return (flash, cudnn, efficient)
+    if call.flash is not None:  # the implementation that the user activated
+        return (aten.FLASH._replace(name=f"flash ({call.flash})"), aten.CUDNN, aten.EFFICIENT)
     if torch.cuda.get_device_capability(call.device) >= (9, 0):
-        return (cudnn, flash, efficient)
-    return (flash, efficient, cudnn)
+        return (aten.CUDNN, aten.FLASH, aten.EFFICIENT)
+    return (aten.FLASH, aten.EFFICIENT, aten.CUDNN)
 
 
 def _reasons(kernel: Kernel, call: Call) -> list[str]:

@@ -27,10 +27,7 @@ aten = torch.ops.aten
 def dense(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, kernel: SDPBackend | None = None
 ) -> Tensor:
-    """Every token sees every token: the yardstick, and another operation than dilated attention.
-
-    ``kernel`` names the one to use, and an error where it cannot; otherwise torch chooses.
-    """
+    """Every token sees every token: the yardstick, and another operation. Without ``kernel`` torch chooses one."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
@@ -39,10 +36,7 @@ def dense(
 def over_heads(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
 ) -> Tensor:
-    """Attention over the wrong axis, as it was published and timed: (B, N, H, D) goes in where (B, H, N, D) belongs.
-
-    Each token attends to its own heads and to no other token. It is fast, and the pattern makes no difference to it.
-    """
+    """Attention over the wrong axis, as it was published and timed: each token attends to its own heads alone."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 

@@ -1,9 +1,7 @@
-"""What follows from checks, measurements and tables: which to use for what, claims of others, the answer in a few
-sentences.
+"""What follows from checks and measurements: which to use for what, claims of others, the answer in a few sentences.
 
 A use case compares what computes the same thing. Two are equally fast if their quartiles overlap. What is wrong has no
-times, so it can win nothing. The other names of one function are left out. The claims are from the benchmark reports in
-the DarcStar fork of dilated-attention-pytorch.
+times, so it can win nothing.
 
 Legend: a record is one entry of results["measurements"]; "saved" is 1 - after / before.
 """
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -52,12 +50,12 @@ def conclusions(results: Record) -> Record:
 def folded(measurements: Iterable[Record]) -> list[Record]:
     """Without the other names of a function where the function itself was measured, too."""
     found = list(measurements)
-    present = {(*_where(one), one["implementation"]) for one in found}
-    return [
-        one
-        for one in found
-        if one["ranks"] > 1 or (*_where(one), ONE_FUNCTION.get(one["implementation"])) not in present
-    ]
+    present = {(_where(one), one["implementation"]) for one in found}
+
+    def is_other_name(one: Record) -> bool:
+        return one["ranks"] == 1 and (_where(one), ONE_FUNCTION.get(one["implementation"])) in present
+
+    return [one for one in found if not is_other_name(one)]
 
 
 def _where(one: Record) -> tuple[str, int, str]:
@@ -80,19 +78,27 @@ def code_of(name: str) -> str:
 # --- which to use -----------------------------------------------------------------------------------------------
 
 
+Figure = tuple[float, float, float]  # a value, and from where to where it may be
+
+
+def time(record: Record) -> Figure:
+    """May be off by its quartiles, and at least by what a time may be off; more where it was measured once or twice."""
+    timing = record["ms"]
+    off, median = ONCE if timing["repeats"] < ENOUGH else OFTEN, timing["median"]
+    return median, min(timing["lower"], (1 - off) * median), max(timing["upper"], (1 + off) * median)
+
+
+def memory(record: Record) -> Figure:
+    return record["peak_bytes"], record["peak_bytes"], 1.02 * record["peak_bytes"]
+
+
 class UseCase(NamedTuple):
     """Records with one of these values each; at the longest or shortest length; the least of ``figure`` is best."""
 
     name: str
     wanted: dict[str, Sequence[Any]]
     longest: bool = True
-    figure: str = "ms"
-
-    def value(self, record: Record) -> float:
-        return _median(record) if self.figure == "ms" else float(record[self.figure])
-
-    def interval(self, record: Record) -> tuple[float, float]:
-        return spread(record) if self.figure == "ms" else (self.value(record), 1.02 * self.value(record))
+    figure: Callable[[Record], Figure] = time
 
 
 TRAINING: dict[str, Sequence[Any]] = {
@@ -105,7 +111,7 @@ USE_CASES = (
     UseCase("training on short sequences", TRAINING, longest=False),
     UseCase("inference on long sequences", {**TRAINING, "direction": [FORWARD]}),
     UseCase("causal training", {**TRAINING, "causal": [True]}),
-    UseCase("least memory in training", TRAINING, figure="peak_bytes"),
+    UseCase("least memory in training", TRAINING, figure=memory),
     UseCase("every head in every branch, as in the LongNet paper", {**TRAINING, "rule": ["longnet"]}),
     UseCase("weights of released LongNet models", {**TRAINING, "rule": ["torchscale"], "direction": [FORWARD]}),
     UseCase("a layer with projections", {**ANY_RULE, "kind": ["multihead"], "ours": [True]}),
@@ -118,38 +124,32 @@ def _by_setting(records: Iterable[Record], wanted: dict[str, Sequence[Any]]) -> 
     groups: dict[Any, dict[str, Record]] = {}
     for record in records:
         is_wanted = all(record[name] in values for name, values in wanted.items())
-        if is_wanted and record["suite"] in SUITES and record["status"] == "measured" and record["ms"]:
+        if is_wanted and record["suite"] in SUITES and record["ms"] and record["peak_bytes"] is not None:
             groups.setdefault(_where(record), {}).setdefault(record["implementation"], record)
     return [*groups.values()]
 
 
-def spread(record: Record) -> tuple[float, float]:
-    """The quartiles, and at least what a time may be off by; that is more where it was measured once or twice."""
-    timing = record["ms"]
-    off = ONCE if timing["repeats"] < ENOUGH else OFTEN
-    return min(timing["lower"], (1 - off) * timing["median"]), max(timing["upper"], (1 + off) * timing["median"])
-
-
 def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
     """The best in the setting that this case looks at, if there is more than one."""
-    groups = _by_setting((x for x in records if x[case.figure] is not None), case.wanted)
+    groups = [[*group.values()] for group in _by_setting(records, case.wanted)]
     fewest = min(ENOUGH, max(map(len, groups), default=0))
-    full = [[*group.values()] for group in groups if len(group) >= fewest]
+    full = [group for group in groups if len(group) >= fewest]
     sign = 1 if case.longest else -1
     ranking = max(full, key=lambda group: (sign * int(group[0]["tokens"]), len(group)), default=[])
     if len(ranking) < 2:
         return None
-    ranking.sort(key=case.value)
-    level = [record for record in ranking if case.interval(record)[0] <= case.interval(ranking[0])[1]]
+    ranking.sort(key=case.figure)
+    most = case.figure(ranking[0])[2]
+    level = [record for record in ranking if case.figure(record)[1] <= most]
     best = min(level, key=records.index)  # of those that are level the plainest, which stands first
     behind = next((record for record in ranking if record not in level), None)
-    value = case.value(best)
+    value = case.figure(best)[0]
     return {
         "use_case": f"{case.name} ({best['tokens']:,} tokens, {best['dtype']})",
         "best": best["implementation"],
-        "value": f"{number_text(value)} ms" if case.figure == "ms" else f"{value / 2**20:,.0f} MiB beyond the inputs",
+        "value": f"{number_text(value)} ms" if case.figure is time else f"{value / 2**20:,.0f} MiB beyond the inputs",
         "runner_up": behind and behind["implementation"],
-        "factor": behind and case.value(behind) / value,
+        "factor": behind and case.figure(behind)[0] / value,
         "ties": [record["implementation"] for record in level if record is not best],
     }
 
@@ -179,11 +179,11 @@ def _speed(measurements: Sequence[Record]) -> str:
         f"library is {_compared(mine, group[DENSE])} dense attention (a different operation)"
     )
     if others := [x for x in group.values() if (x["kind"], x["rule"]) == ("baseline", mine["rule"])]:
-        best = min(others, key=_median)
+        best = min(others, key=time)
         said += f", and {_compared(mine, best)} the best exact alternative, {best['implementation']}"
     reach, share = far_rows(DilatedPattern(mine["rule"], mine["lengths"], mine["rates"]), longest, mine["heads"])
     said += f". {share:.1%} of the rows (one token in one head) are in the longest segments, of {reach:,} tokens."
-    slower = [tokens for tokens, group in groups.items() if spread(group[DENSE])[1] < spread(group[OURS])[0]]
+    slower = [tokens for tokens, group in groups.items() if time(group[DENSE])[2] < time(group[OURS])[1]]
     return f"{said} At {max(slower):,} tokens dense attention is faster." if slower else said
 
 
@@ -198,26 +198,21 @@ def far_rows(pattern: DilatedPattern, tokens: int, heads: int) -> tuple[int, flo
     return min(width, tokens), rows / (tokens * heads)
 
 
-def _median(record: Record) -> float:
-    return float(record["ms"]["median"])
-
-
 def _compared(mine: Record, other: Record) -> str:
     """How fast ours is beside another; where quartiles overlap neither is faster."""
-    (low, high), (other_low, other_high) = spread(mine), spread(other)
+    (median, low, high), (other_median, other_low, other_high) = time(mine), time(other)
     if low <= other_high and other_low <= high:
         return "about as fast as"
-    factor = _median(other) / _median(mine)
+    factor = other_median / median
     return f"{number_text(factor)}× as fast as" if factor >= 1 else f"{number_text(1 / factor)}× slower than"
 
 
 def _right(checks: Sequence[Record]) -> str:
-    ours = {check["implementation"]: check["ours"] for check in checks}
-    wrong = {check["implementation"] for check in checks if check["verdict"] != "exact"}
-    mine = sorted(name for name in wrong if ours[name])
-    said = f"{len(ours) - len(wrong)} of {len(ours)} implementations match the float64 oracle"
-    if mine:
-        return f"{said}; wrong ones of this library: {', '.join(mine)}."
+    every = {check["implementation"] for check in checks}
+    wrong = {check["implementation"]: check["ours"] for check in checks if check["verdict"] != "exact"}
+    said = f"{len(every) - len(wrong)} of {len(every)} implementations match the float64 oracle"
+    if any(wrong.values()):
+        return f"{said}; wrong ones of this library: {', '.join(sorted(filter(wrong.get, wrong)))}."
     if wrong:
         return f"{said}; the others are not of this library."
     only_outputs = any(set(check["errors"]) == {"out"} for check in checks)
@@ -228,19 +223,17 @@ def _right(checks: Sequence[Record]) -> str:
 
 HEADS = "attention over heads"
 SAME = ("DilatedAttention", "ImprovedDilatedAttention")
-# What is claimed; by how much; the share that must be saved at least; and two implementations and the figure of which
-# the second takes less.
-CLAIMS: tuple[tuple[str, str, float, tuple[str, str, str]], ...] = (
-    ("DilatedAttention takes less time than a ring with ring_size=1", "less", 0.02,
-     ("RingDilatedAttention", "DilatedAttention", "ms")),
-    ("ImprovedDilatedAttention takes less time", "30–50 % less", 0.3, (*SAME, "ms")),
-    ("ImprovedDilatedAttention takes less memory", "15–20 % less", 0.15, (*SAME, "peak_bytes")),
-    ("Reusing buffers takes less memory", "40–60 % less", 0.4,
-     ("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks", "peak_bytes")),
-    ("Caching the plan takes less time", "25–40 % less", 0.25,
-     ("longnet, sdpa, plans not cached", "longnet, sdpa", "ms")),
-    ("One fused qkv projection takes less time", "30–50 % less", 0.3,
-     ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "ms")),
+# What is claimed; by how much; the share that must be saved at least; and the figure of which the second of two
+# implementations takes less.
+CLAIMS: tuple[tuple[str, str, float, Callable[[Record], Figure], str, str], ...] = (
+    ("DilatedAttention takes less time than a ring with ring_size=1", "less", 0.02, time,
+     "RingDilatedAttention", "DilatedAttention"),
+    ("ImprovedDilatedAttention takes less time", "30–50 % less", 0.3, time, *SAME),
+    ("ImprovedDilatedAttention takes less memory", "15–20 % less", 0.15, memory, *SAME),
+    ("Reusing buffers takes less memory", "40–60 % less", 0.4, memory,
+     "RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks"),
+    ("One fused qkv projection takes less time", "30–50 % less", 0.3, time,
+     "MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention"),
 )  # fmt: skip
 
 
@@ -251,12 +244,13 @@ def claims(results: Record) -> list[dict[str, str]]:
         claim = "An implementation is many times faster than the others"
         told = f"it attends over heads, not tokens: {', '.join(far_off(check['errors'], check['limits'])[:1])}"
         found.append((claim, "17 times faster", told, "no", "it gets no time"))
-    measured = [x for x in results["measurements"] if x["status"] == "measured"]
-    for claim, claimed, least, (before, after, figure) in CLAIMS:
-        groups: dict[Any, dict[str, float]] = defaultdict(dict)
-        for x in (x for x in measured if x[figure]):
-            groups[_where(x)][x["implementation"]] = _median(x) if figure == "ms" else x[figure]
-        if saved := [1 - group[after] / group[before] for group in groups.values() if {before, after} <= group.keys()]:
+    groups: dict[Any, dict[str, Record]] = defaultdict(dict)
+    for one in results["measurements"]:
+        if one["ms"] and one["peak_bytes"]:
+            groups[_where(one)][one["implementation"]] = one
+    for claim, claimed, least, figure, before, after in CLAIMS:
+        both = [(group[before], group[after]) for group in groups.values() if {before, after} <= group.keys()]
+        if saved := [1 - figure(new)[0] / figure(old)[0] for old, new in both]:
             middle = statistics.median(saved)
             how = f"from {_less(min(saved))} to {_less(max(saved))} in {len(saved)} settings and passes"
             told = f"{_less(middle)} in the median"

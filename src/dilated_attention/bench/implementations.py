@@ -1,14 +1,13 @@
 """Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is checked against.
 
 Over ranks an implementation is built inside a rank for its shard of the tokens, and the oracle is that of the whole
-sequence. The mesh class has the sequence over two ranks, and the heads of each over two.
+sequence.
 
 Legend: query, key, value (B, N, H, D); x, out (B, N, E) with E = H * D for the modules that project.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from dilated_attention import blocks, compat
-from dilated_attention.backends import choose, triton
+from dilated_attention import compat
+from dilated_attention.backends import triton
 from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Attention, oracle
 from dilated_attention.bench.setting import Build, Implementation, Setting, Subject
@@ -43,7 +42,7 @@ BACKENDS = ("auto", "triton", "sdpa", "eager", COMPILED)
 RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
-RELEASED, UNPLANNED = "gather-pad-scatter", "longnet, sdpa, plans not cached"
+RELEASED = "gather-pad-scatter"
 Module = TypeVar("Module", bound=nn.Module)
 MODULES: tuple[tuple[type[Any], str], ...] = (
     (DilatedAttention, "head_groups"), (compat.ImprovedDilatedAttention, "head_groups"),
@@ -73,8 +72,7 @@ def everything() -> list[Implementation]:
 
 
 def named(*names: str) -> list[Implementation]:
-    unplanned = Implementation(UNPLANNED, "function", "longnet", _without_plans)
-    found = {one.name: one for one in (*everything(), unplanned)}
+    found = {one.name: one for one in everything()}
     return [found[name] for name in names]
 
 
@@ -150,20 +148,6 @@ def _ours(rule: str, how: str, setting: Setting) -> Subject:
         return plain
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
     return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
-
-
-def _without_plans(setting: Setting) -> Subject:
-    """Every cache of plans is emptied before each call."""
-    planned = _ours("longnet", "sdpa", setting)
-    members = [thing for module in (blocks, choose) for thing in vars(module).values()]
-    caches = [thing for thing in members if isinstance(thing, functools._lru_cache_wrapper)]
-
-    def attention(*qkv: Tensor) -> Tensor:
-        for cache in caches:
-            cache.cache_clear()
-        return planned.attention(*qkv)
-
-    return replace(planned, attention=attention)
 
 
 def _dense(setting: Setting, **options: Any) -> Subject:

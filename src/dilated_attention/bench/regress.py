@@ -1,7 +1,7 @@
 """Two results files beside one another: what became slower, faster, larger, wrong or right, and where they come from.
 
-A change of time is called one only where it is clear: the ratio of the medians passes the threshold, and the interval
-from the quartiles (lower of one over upper of the other) leaves out 1. Fewer than three repeats have no quartiles.
+A change of time is one if the ratio of the medians passes the threshold, and the interval from the quartiles (lower of
+one over upper of the other) leaves out 1.
 
 Legend: before and after are the two files; a ratio is after / before, so that more than 1 is slower or larger.
 """
@@ -59,8 +59,8 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
     if not 1 < threshold < float("inf"):
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
     old, new = (_by_key(found["measurements"], MEASURED_BY) for found in (before, after))
-    checked = [_by_key(found["checks"], WHAT) for found in (before, after)]
-    verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
+    checked, again = (_by_key(found["checks"], WHAT) for found in (before, after))
+    verdicts = [(one, again[key]) for key, one in checked.items() if key in again]
     return Regression(
         tuple(_origins(before["machine"], after["machine"])),
         tuple(_change(one, new[key], threshold) for key, one in old.items() if key in new),

@@ -1,7 +1,4 @@
-"""A folder that tells the results: results.csv for spreadsheets, plots for a README, and index.html for people.
-
-Each file is written at once or not at all, so that a report is never half of a new one and half of an old one's file.
-"""
+"""A folder that tells the results: results.csv for spreadsheets, plots for a README, and index.html for people."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ NEEDED = ("vl_convert", "jinja2")
 
 
 def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
-    """Write results.csv, plots/*.png, plots/*.svg and index.html; return what was written.
-
-    ``say`` is told what was left out: plots of what was not measured, and all but results.csv where what draws them is
-    not installed. An older picture of what was not measured is removed: it would be of another run.
-    """
+    """Write the files, return them, and ``say`` what was left out: plots of what was not measured, and all but
+    results.csv where what draws them is not installed."""
     charts.write(folder / "results.csv", table(results["measurements"]).encode())
     written = [folder / "results.csv"]
     try:
@@ -47,7 +41,7 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
         for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
             file = folder / "plots" / f"{name}.{kind}"
             if picture is None:
-                file.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)  # it would be of another run
             else:
                 charts.write(file, drawn(picture))
                 written.append(file)

@@ -5,7 +5,7 @@ Legend: results are out and gradients of the whole sequence, by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ SIGNS = (
     "out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate", "MemoryError",
     "died: the process ended with exit code -9",
 )  # fmt: skip
-Prepared = tuple[dict[str, Measure], dict[str, int], str]
+_held: dict[tuple[str, str], Call] = {}  # in each process what is timed, by implementation and direction
 
 
 def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
@@ -33,21 +33,22 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
     return _everywhere(one.ranks, _results, one.build, setting)[0]  # type: ignore[no-any-return]
 
 
-def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> Prepared:
+def prepare(
+    one: Implementation, setting: Setting, directions: Sequence[str]
+) -> tuple[dict[str, Measure], dict[str, int], str]:
     """What to time and memory, by direction, and in which way single rows at full length are wrong; "" also where they
     cannot be checked. Of ranks the one that takes most."""
     threads = max(1, torch.get_num_threads() // one.ranks)
     found = _everywhere(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
-    measures = {
-        way: measure_of(_held[one.name, way], setting.device) if one.ranks == 1 else partial(_in_ranks, one, way)
-        for way in directions
-    }
-    return measures, {way: max(peaks[way] for _, peaks in found) for way in directions}, found[0][0]
+    peaks = {way: max(peaks[way] for _, peaks in found) for way in directions}
+    if one.ranks > 1:
+        return {way: partial(_over_ranks, one, way) for way in directions}, peaks, found[0][0]
+    return {way: measure_of(_held[one.name, way], setting.device) for way in directions}, peaks, found[0][0]
 
 
-def release(ranks: Sequence[int]) -> None:
-    """Let go of what the last setting held."""
-    for size in (1, *ranks):
+def release(ranks: Iterable[int]) -> None:
+    """Let go of what the last setting held, here and in ranks."""
+    for size in {1, *ranks}:
         _everywhere(size, _drop)
 
 
@@ -69,9 +70,12 @@ def ran_out(message: str) -> bool:
     return any(sign in message for sign in SIGNS)
 
 
-# --- here, or in each rank --------------------------------------------------------------------------------------
+def _over_ranks(one: Implementation, direction: str) -> list[float]:
+    """A call is over when its last rank is."""
+    return [max(_everywhere(one.ranks, _once, one.name, direction))]
 
-_held: dict[tuple[str, str], Call] = {}  # what is timed, by implementation and direction
+
+# --- here, or in each rank --------------------------------------------------------------------------------------
 
 
 def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
@@ -98,11 +102,6 @@ def _hold(
     return wrong, {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
 
 
-def _in_ranks(one: Implementation, direction: str) -> list[float]:
-    """A call is over when its last rank is."""
-    return [max(_everywhere(one.ranks, _once, one.name, direction))]
-
-
 def _once(name: str, direction: str) -> float:
     return rank_milliseconds(_held[name, direction])
 
@@ -116,8 +115,7 @@ def rank_milliseconds(call: Call) -> float:
 def _drop() -> None:
     _held.clear()
     forget_inputs()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
 
 def gathered(results: dict[str, Tensor], subject: Subject) -> dict[str, Tensor]:
@@ -126,11 +124,10 @@ def gathered(results: dict[str, Tensor], subject: Subject) -> dict[str, Tensor]:
         return results
     found = {}
     for name, value in results.items():
-        whole = getattr(value, "full_tensor", lambda value=value: value)()  # a DTensor over the heads axis
         if name.removeprefix("d ") in subject.parameters:
-            total = whole.double().cpu()
-            dist.all_reduce(total, group=subject.group)
+            total = value.double().cpu()
+            dist.all_reduce(total)
             found[name] = total.to(value.dtype)
         else:
-            found[name] = gather_sequence(whole, subject.group).cpu()
+            found[name] = gather_sequence(value, subject.group).cpu()
     return found if dist.get_rank() == 0 else {}

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli.options import Refused
 
-# what the extras `bench`, `models` and `slides` install
-OPTIONAL = ("rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingface_hub", "h5py")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, sys.argv's by default; returns the exit code."""
@@ -24,10 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        name = str(error.name).partition(".")[0]
-        if name not in OPTIONAL:
+        if str(error.name).startswith("rich"):
+            message = 'this needs rich: pip install ".[bench]" from a clone'
+        elif isinstance(error.__cause__, ModuleNotFoundError):  # `charts.library` says what to install
+            message = str(error)
+        else:
             raise
-        told = isinstance(error.__cause__, ModuleNotFoundError)  # by `charts.library`, which says what to install
-        message = str(error) if told else f'this needs {name}: pip install ".[bench]" from a clone'
     print("error:", escaped(" ".join(message.split())), file=sys.stderr)
     return 2

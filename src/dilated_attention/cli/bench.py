@@ -31,7 +31,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dilated_attention import charts
 from dilated_attention.cli import options
@@ -74,17 +74,14 @@ def run(given: Namespace) -> int:
         code = kept.run(names, where, dtypes, watch=watch, seconds=given.seconds, commit=given.commit)
     if kept.results is None:
         print("interrupted before anything was measured: nothing was written")
-        return code
-    if is_pretty:
-        _show(kept, given)
+    elif is_pretty:
+        _show(kept, kept.results, given)
     else:
-        print(
-            f"{kept.results['answer']}\nwritten: {kept.file}; `dilated-attention report` makes its page where rich is"
-        )
-    return code or int(suites.is_ours_wrong(kept.results))
+        print(kept.results["answer"], f"written: {kept.file}, for `dilated-attention report` where rich is", sep="\n")
+    return code or int(kept.results is not None and suites.is_ours_wrong(kept.results))
 
 
-def _show(kept: Kept, given: Namespace) -> None:
+def _show(kept: Kept, results: dict[str, Any], given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine, regress
     from dilated_attention.bench.report import write_report
@@ -93,14 +90,14 @@ def _show(kept: Kept, given: Namespace) -> None:
     from dilated_attention.cli.output import console, print_json, print_written
     from dilated_attention.cli.tables import print_results
 
-    screen, results = console(stderr=given.json), kept.results or {}
+    screen = console(stderr=given.json)
     if given.json:
         print_json(results)
     else:
         screen.print(machine.one_line(results["machine"]))
         print_results(screen, results)
-    files = write_report(results, given.out, say=screen.print)
+    *files, page = write_report(results, given.out, say=screen.print)
     if kept.last is not None:
         screen.print(f"compared with the run before: {summary(regress.compare(kept.last, results))}")
         screen.print(f"to see which: dilated-attention compare {given.out / PREVIOUS} {given.out}")
-    print_written(screen, given.out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open
+    print_written(screen, given.out, [*files, kept.file, page])  # the page last: that is what to open

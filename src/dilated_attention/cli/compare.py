@@ -50,7 +50,7 @@ def run(given: Namespace) -> int:
 def _print(screen: Console, regression: Regression) -> None:
     """What is the same is only counted."""
     from dilated_attention.cli.output import print_table
-    from dilated_attention.cli.tables import checked_as, direction, grouped, styled, titled
+    from dilated_attention.cli.tables import checked_as, direction, print_groups, styled, titled
 
     def row(change: Change) -> list[Any]:
         before, after = change.before, change.after
@@ -63,16 +63,14 @@ def _print(screen: Console, regression: Regression) -> None:
         print_table(screen, "where they come from", ["", "<before", "<after"], regression.origins)
     if regression.is_other_machine:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
-    for change in regression.verdicts:
-        text = f": {change.before['verdict']}, now {change.after['verdict']}"
-        screen.print(checked_as(change.before), styled(change.verdict).append(text))
+    for x in regression.verdicts:
+        screen.print(f"{checked_as(x.before)} {x.verdict}: {x.before['verdict']}, now {x.after['verdict']}")
     told = [change for change in regression.changes if change.verdict != "same"]
-    for title, changes in grouped(told, lambda change: titled(change.before)).items():
-        columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
-        print_table(screen, title, columns, map(row, changes))
-    for title, records in (("only before", regression.only_before), ("only after", regression.only_after)):
+    columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
+    print_groups(screen, lambda change: titled(change.before), told, columns, row)
+    for title, records in (("before", regression.only_before), ("after", regression.only_after)):
         for name, number in Counter(f"{x['suite']}: {x['implementation']}" for x in records).items():
-            screen.print(f"{title}: {name}, {number} measurements")
+            screen.print(f"only {title}: {name}, {number} measurements")
     screen.print(f"\n{summary(regression)}")
 
 

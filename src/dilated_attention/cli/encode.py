@@ -27,7 +27,7 @@ from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:
     from dilated_attention.bench.pace import Lines
-    from dilated_attention.slides.encode import Job, Outcome
+    from dilated_attention.slides.encode import Job
 
 OPTIONS = (
     option("features", nargs="+", type=Path, metavar="FILE", help="Feature files (.h5), or folders with such files."),
@@ -108,10 +108,8 @@ def _files(given: Sequence[Path]) -> list[Path]:
             if file.suffix.lower() not in (".h5", ".hdf5"):
                 raise ValueError(f"only .h5 files are read, got {file}")
             if found.setdefault(file.stem, file) != file:
-                raise ValueError(
-                    f"these files have the same name, and so would their results: {found[file.stem]}, {file}; encode "
-                    "them in separate runs, each with its own --out"
-                )
+                same = f"these files have the same name, and so would their results: {found[file.stem]}, {file}"
+                raise ValueError(f"{same}; encode them in separate runs, each with its own --out")
     if not found:
         raise ValueError(f"there is no .h5 file in {', '.join(map(str, given))}")
     return [*found.values()]
@@ -125,30 +123,25 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     try:
         with watching() as bar, suppress(KeyboardInterrupt):
             work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
-            code = int(bool(outcome.failed))
+            code = 0
         rows = work.write_table(job, outcome, table)
+        code = code or int(bool(outcome.failed))
     except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
         code = 130
         raise options.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
     finally:
-        _tell(outcome, time.monotonic() - start, is_whole=code != 130)
+        for text in outcome.warned:
+            print(escaped(f"warning: {text}"), file=sys.stderr)
+        for path, reason in outcome.failed.items():
+            print(escaped(f"skipped: {path}: {reason}"), file=sys.stderr)
+        tiles, seconds = sum(slide.tiles for slide in outcome.encoded), seconds_text(time.monotonic() - start)
+        said = f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds})"
+        said += f"; {len(outcome.kept):,} were encoded before; {len(outcome.failed):,} skipped"
+        print(said + ("; interrupted: run the same command again to continue" if code == 130 else ""))
     print(f"written: {table}, slides: {rows:,}")
     return code
 
 
 def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> None:
-    pace = f", {number_text(slides / seconds)} slides/s, {number_text(tiles / seconds)} tiles/s" if tiles else ""
+    pace = f", {number_text(tiles / seconds)} tiles/s" if tiles else ""
     bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)
-
-
-def _tell(outcome: Outcome, seconds: float, *, is_whole: bool) -> None:
-    warned = [f"warning: {text}" for text in outcome.warned]
-    for line in [*warned, *(f"skipped: {path}: {reason}" for path, reason in outcome.failed.items())]:
-        print(escaped(line), file=sys.stderr)
-    tiles = sum(slide.tiles for slide in outcome.encoded)
-    said = f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds_text(seconds)})"
-    if outcome.kept:
-        said += f"; {len(outcome.kept):,} were encoded before"
-    if outcome.failed:
-        said += f"; {len(outcome.failed):,} skipped"
-    print(said if is_whole else f"{said}; interrupted: run the same command again to continue")

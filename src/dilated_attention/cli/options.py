@@ -11,8 +11,8 @@ import json
 import math
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,10 +79,14 @@ def _read(text: str, factors: Mapping[str, float], unit: str, what: str, least: 
     raise ArgumentTypeError(f"{text!r} is not {what}")
 
 
-def size(text: str) -> float:
-    """Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³."""
-    what = "a size of a byte or more with its unit, such as 80GB or 24GiB"
-    return _read(text, DECIMAL, r"(?=\S)(?i:([kmgtp]i?)?b?)", what, 1)
+size = partial(  # in bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³
+    _read, factors=DECIMAL, unit=r"(?=\S)(?i:([kmgtp]i?)?b?)", least=1,
+    what="a size of a byte or more with its unit, such as 80GB or 24GiB",
+)  # fmt: skip
+speed = partial(  # operations per second; fewer than a million are a slip: a unit was left out
+    _read, factors=DECIMAL, unit="(?i:([kmgtp])?(?:flops|flop/s)?)", least=10**6,
+    what="operations per second such as 400T or 4e14, of 1M or more",
+)  # fmt: skip
 
 
 def bandwidth(text: str) -> float:
@@ -97,22 +101,16 @@ def latency(text: str) -> float:
     return _read(text, MICROSECONDS, "([muµμ])?s", "a time with its unit, such as 10us or 0.2ms", 0) / 10**6
 
 
-def speed(text: str) -> float:
-    """Operations per second. Fewer than a million are a slip: a unit was left out."""
-    what = "operations per second such as 400T or 4e14, of 1M or more"
-    return _read(text, DECIMAL, "(?i:([kmgtp])?(?:flops|flop/s)?)", what, 10**6)
-
-
 # --- the options ------------------------------------------------------------------------------------------------
 
-Option = Callable[[ArgumentParser], object]
+Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
 
 
 def option(*names: str, **how: Any) -> Option:
-    """An option or, by a name without dashes, an argument: what it needs of argparse. Help says its default."""
-    if how.get("default") not in (None, "", False):
+    """An option or, by a name without dashes, an argument. Help says its default."""
+    if how.get("default"):
         how["help"] += "  [default: %(default)s]"
-    return lambda parser: parser.add_argument(*names, **how)
+    return names, how
 
 
 def flag(name: str, text: str) -> Option:
@@ -127,10 +125,9 @@ def defaults(given: Namespace) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         return {name: value if value is True else str(value) for name, value in json.loads(text)["options"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{source} holds nothing that `suggest --json` wrote ({type(error).__name__}: {error})"
-        ) from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{source} holds nothing that `suggest --json` wrote ({why})") from error
 
 
 def pattern(given: Namespace) -> DilatedPattern:
@@ -183,10 +180,8 @@ def refusing() -> Iterator[None]:
     """Around the checking of arguments only: a ValueError in here is the user's, elsewhere it is a fault of ours."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:  # the last of a name that is too long, for example
         raise Refused(str(error)) from error
-    except OSError as error:  # a name that is too long, for example
-        raise Refused(f"{error.strerror or error}: {str(error.filename)[:60]!r}") from error
 
 
 def dtype(text: str) -> torch.dtype:
@@ -206,19 +201,14 @@ def device(text: str) -> torch.device:
     there = torch.cuda.device_count()
     known = ["cpu", *["cuda"][:there], *(f"cuda:{index}" for index in range(there))]
     if text and text not in known:
-        raise ValueError(
-            f"--device must be one of {', '.join(known)}, got {text!r}: torch {torch.__version__} sees {there} CUDA "
-            "devices"
-        )
+        raise ValueError(f"--device must be one of {', '.join(known)}, got {text!r}")
     return torch.device(text or known[min(there, 1)])
 
 
 def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
     """A file that can be written, whose name says what it is."""
-    if path.suffix.lower() not in endings:
-        raise ValueError(f"{name} must end in {', '.join(endings)}, got {str(path)!r}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{name} must be a file in a folder that is there, got {path}")
+    if path.suffix.lower() not in endings or path.is_dir():
+        raise ValueError(f"{name} must be a file, and end in {', '.join(endings)}, got {str(path)!r}")
     charts.writable(path.parent, name)
     return path
 
@@ -227,8 +217,6 @@ def workload(given: Namespace) -> Workload:
     """What `suggest` and `plan` are about; `suggest` has no speeds."""
     from dilated_attention.advice import Workload
 
-    names = (
-        "tokens", "heads", "head_dim", "kv_heads", "ranks", "batch", "latency", "bandwidth", "flops_per_second"
-    )  # fmt: skip
-    said = {name: getattr(given, name) for name in names if name in given}
+    known = Workload.__dataclass_fields__.keys() - {"dtype"}
+    said = {name: value for name, value in vars(given).items() if name in known}
     return Workload(**said, dtype=dtype(given.dtype), is_causal=given.causal)

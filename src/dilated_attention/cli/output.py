@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,11 +57,10 @@ def _plain(thing: Any) -> Any:
 
 
 def print_written(screen: Console, folder: Path, files: Sequence[Path]) -> None:
-    """Those below the folder by number, then each file of the folder."""
-    here = dict.fromkeys(file for file in files if file.parent == folder)
-    below = Counter(file.parent for file in files if file.parent != folder)
-    for line in [*(f"{number} files in {where}" for where, number in below.items()), *here]:
-        screen.print(f"written: {line}")
+    """The files of the folder; plots below it are seen on the page."""
+    for file in files:
+        if file.parent == folder:
+            screen.print(f"written: {file}")
 
 
 class Bar(Lines):

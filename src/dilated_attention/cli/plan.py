@@ -50,4 +50,4 @@ def run(given: Namespace) -> None:
         rows.append([f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in some)])
     print_table(screen, repr(pattern), columns, rows)
     here = "memory is that of this call and its kernels; weights and other layers come on top"
-    screen.print("", *cost.notes(), here, *advice.on_a_gpu(workload, cost), *verdict, sep="\n")
+    screen.print("", *cost.notes(), here, *verdict, sep="\n")

@@ -26,18 +26,18 @@ def run(given: Namespace) -> None:
 
     with options.refusing():
         found = advice.suggest(options.workload(given), given.rule, given.memory)
-    drawn = {
+    names = ("rule", "heads", "kv_heads", "causal", "head_dim", "dtype", "batch", "ranks")
+    said = {
         "tokens": written(given.tokens),
         "segment_lengths": ",".join(map(written, found.pattern.segment_lengths)),
         "dilation_rates": ",".join(map(written, found.pattern.dilation_rates)),
-        **{name: value for name in ("rule", "heads", "kv_heads", "causal") if (value := getattr(given, name))},
+        **{name: value for name in names if (value := getattr(given, name))},
     }
-    counted = {**drawn, **{name: getattr(given, name) for name in ("head_dim", "dtype", "batch", "ranks")}}
     if given.json:
-        print_json({"options": counted, "suggestion": found})
+        print_json({"options": said, "suggestion": found})
         return
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in said.items()]
     console().print(f"{found}\n\nto see its costs and a picture of it:")
-    for command, said in (("plan", counted), ("show", drawn)):
-        words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in said.items()]
+    for command, some in (("plan", words), ("show", words[:-4])):  # a picture has no dimension, dtype, batch and ranks
         # a shell joins lines that end in a backslash
-        console().print("    " + " \\\n        ".join([f"dilated-attention {command}", *words]))
+        console().print("    " + " \\\n        ".join([f"dilated-attention {command}", *some]))

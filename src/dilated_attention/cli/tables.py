@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -24,21 +24,24 @@ LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward 
 def print_results(screen: Console, results: Record) -> None:
     """Everything but the claims, for which the report has the room."""
     verdicts = {_checked(check): check["verdict"] for check in results["checks"]}
-    for title, records in grouped(results["measurements"], titled).items():
-        rows: list[list[Any]] = [
-            [with_ranks(x), direction(x), _time(x), cell_text(x["peak_bytes"] and bytes_text(x["peak_bytes"])),
-             styled(verdicts.get(_checked(x), ""))]
-            for x in records if x["status"] != "skipped"  # it cannot run here; the report says why
-        ]  # fmt: skip
-        print_table(screen, title, ["implementation", "<pass", "ms", "memory", "<verdict"], rows)
+
+    def row(x: Record) -> list[str | Text]:
+        memory = cell_text(x["peak_bytes"] and bytes_text(x["peak_bytes"]))
+        return [with_ranks(x), direction(x), _time(x), memory, styled(verdicts.get(_checked(x), ""))]
+
+    run = [x for x in results["measurements"] if x["status"] != "skipped"]  # these cannot run here
+    print_groups(screen, titled, run, ["implementation", "<pass", "ms", "memory", "<verdict"], row)
     for made in results["tables"]:
-        rows = [[*map(cell_text, row)] for row in made["rows"]]
+        rows = [[*map(cell_text, cells)] for cells in made["rows"]]
         print_table(screen, f"{made['suite']}: {made['title']}", made["columns"], rows)
         screen.print(made["note"])
-    if results["measurements"]:
+    if run:
         screen.print(f"\n{LEGEND}")
-    for line in wrong(results):
-        screen.print(line)
+    failed = [check for check in results["checks"] if check["verdict"] != "exact"]  # these have no times
+    for check in sorted(failed, key=lambda check: not check["ours"]):
+        why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
+        text = f"{checked_as(check)}: {check['verdict']}: {why}"
+        screen.print(Text(f"OURS: {text}", "bold red") if check["ours"] else text)
     if results["recommendations"]:
         columns = ["use case", "<best", "<value", "<runner-up", "factor"]
         print_table(screen, "which to use", columns, map(_recommendation, results["recommendations"]))
@@ -52,13 +55,15 @@ def print_results(screen: Console, results: Record) -> None:
         screen.print("The run was interrupted: this is what it had until then.")
 
 
-def wrong(results: Record) -> Iterator[Text]:
-    """Each check that failed, ours first: it has no times, and this is why."""
-    failed = [check for check in results["checks"] if check["verdict"] != "exact"]
-    for check in sorted(failed, key=lambda check: not check["ours"]):
-        why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
-        text = f"{checked_as(check)}: {check['verdict']}: {why}"
-        yield Text(f"OURS: {text}", "bold red") if check["ours"] else Text(text)
+def print_groups(
+    screen: Console, title: Callable[[Any], str], things: Iterable[Any], columns: list[str], row: Callable[[Any], Any]
+) -> None:
+    """A table for each title."""
+    found: dict[str, list[Any]] = {}
+    for thing in things:
+        found.setdefault(title(thing), []).append(row(thing))
+    for name, rows in found.items():
+        print_table(screen, name, columns, rows)
 
 
 def styled(verdict: str) -> Text:
@@ -80,21 +85,14 @@ def titled(record: Record) -> str:
     return f"{shape} {segments(record)} {record['dtype']}{' causal' if record['causal'] else ''}"
 
 
-def grouped(things: Iterable[Any], title: Callable[[Any], str]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for thing in things:
-        found.setdefault(title(thing), []).append(thing)
-    return found
-
-
-def _time(record: Record) -> Text:
+def _time(record: Record) -> str | Text:
     """Median and quartiles, or why there are none; quartiles need three repeats."""
     ms = record["ms"]
     if ms is None:
         return styled(record["status"])
     quartiles = f"{number_text(ms['lower'])}–{number_text(ms['upper'])}"
     spread = {1: "once", 2: "twice"}.get(ms["repeats"], quartiles)
-    return Text(f"{milliseconds(ms)} ({spread})")
+    return f"{milliseconds(ms)} ({spread})"
 
 
 def _checked(record: Record) -> tuple[Any, ...]:

@@ -61,28 +61,6 @@ class Stats:
         self.peak_buffer_bytes = max(self.peak_buffer_bytes, self.buffer_bytes)
 
 
-@dataclass
-class Buffers:
-    """Receive buffers that were handed back, to be used again; page-locked ones are slow to make."""
-
-    free: dict[tuple[int, torch.device], list[Tensor]] = field(default_factory=dict)
-    used: set[tuple[int, torch.device]] = field(default_factory=set)  # in this call
-
-    def begin(self) -> None:
-        """A new call: sizes that the last one did not use are let go, as lengths may vary without end."""
-        self.free = {key: buffers for key, buffers in self.free.items() if key in self.used}
-        self.used = set()
-
-    def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
-        self.used.add((count, device))
-        if waiting := self.free.get((count, device)):
-            return waiting.pop()
-        return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
-
-    def give(self, buffer: Tensor) -> None:
-        self.free.setdefault((buffer.numel(), buffer.device), []).append(buffer)
-
-
 @dataclass(eq=False)
 class GroupTransport:
     """Messages over a process group."""
@@ -92,7 +70,6 @@ class GroupTransport:
     timeout: float | None  # in seconds; None: the group's own
     debug: bool = False
     stats: Stats = field(default_factory=Stats)
-    buffers: Buffers | None = None
     number: int = 0  # of the call whose messages these are, the same on all ranks
 
     def __post_init__(self) -> None:
@@ -100,31 +77,18 @@ class GroupTransport:
         self.wire = wire_device(self.group, self.device)
         self.staged = self.wire != self.device
         self.backend = backend_name(self.group, self.device) or "gloo"  # without one it goes through the host
-        self.names_peers = self.backend == "gloo"  # waiting has an end, and tells for whom
         self.agrees_on_host = backend_name(self.group, HOST) == "gloo"  # small messages to all need no device
 
-    def post(
-        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
-    ) -> Pending:
-        """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people.
-
-        A collective step must be posted on every rank, also where it moves nothing.
-        """
+    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Pending:
+        """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people."""
         self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
-        receives = {peer: count for peer, count in sorted(receives.items()) if count}
-        bytes_sent, bytes_received = sum(message.numel() for message in sent.values()), sum(receives.values())
-        self.stats.hops += bool(sent or receives)
-        self.stats.bytes_sent += bytes_sent
-        self.stats.bytes_received += bytes_received
-        # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
-        if collective and not self.names_peers:
-            flat = self._buffer(bytes_received)
-            arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
-            works = self._collective(sent, receives, flat, name)
-        else:
-            arriving = {peer: self._buffer(count) for peer, count in receives.items()}
-            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
+        arriving = {peer: self._on_wire(count) for peer, count in receives.items() if count}
+        self.stats.hops += bool(sent or arriving)
+        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
+        self.stats.bytes_received += sum(receives.values())
+        self.stats.hold(sum(receives.values()))
+        works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         pending = Pending(self, name, works, sent, arriving, self.staged)
         if self.debug:  # the host waits, so that an error names the step in which it happened
             pending.finish()
@@ -146,17 +110,13 @@ class GroupTransport:
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
-        if not self.names_peers and self.agrees_on_host and self.group not in _warm:
+        if self.backend != "gloo" and self.agrees_on_host and self.group not in _warm:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             _warm.add(self.group)
 
-    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
-        """Received messages are no longer the transport's to count; ``reuse``: and nobody reads them any more."""
+    def release(self, messages: Mapping[int, Tensor]) -> None:
+        """Received messages are no longer the transport's to count."""
         self.stats.hold(-sum(message.numel() for message in messages.values()))
-        if reuse and self.buffers is not None and not self.staged:
-            for message in messages.values():
-                if message.untyped_storage().nbytes() == message.numel():  # not one part of a collective's
-                    self.buffers.give(message)
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -190,16 +150,14 @@ class GroupTransport:
                 f"this process group failed before ({_failures[self.group]}): make a new one on all ranks, or restart"
             )
 
-    def _buffer(self, count: int) -> Tensor:
-        self.stats.hold(count)
+    def _on_wire(self, count: int) -> Tensor:
+        """Memory for a message; torch keeps page-locked memory and that of a device, and gives it out again."""
         pinned = self.staged and torch.cuda.is_available()
-        return (self.buffers or Buffers()).take(count, self.wire, pinned)
+        return torch.empty(count, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
 
     def _to_wire(self, message: Tensor) -> Tensor:
-        if not self.staged:
-            return message.contiguous()
-        staged = torch.empty(message.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        return staged.copy_(message)  # waits for the device
+        # a copy to the host waits for the device
+        return self._on_wire(message.numel()).copy_(message) if self.staged else message.contiguous()
 
     def _batch(self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str) -> Works:
         """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
@@ -218,16 +176,6 @@ class GroupTransport:
             with self.naming(name, operation.group_peer):  # its connection may be closed already
                 works += dist.batch_isend_irecv([operation])
         return [(operation.group_peer, work) for operation, work in zip(operations, works, strict=True)]
-
-    def _collective(self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str) -> Works:
-        """One all-to-all of uneven parts: empty but among the ranks that have something for each other."""
-        sending = torch.cat([flat.new_empty(0), *(sent[peer] for peer in sorted(sent))])
-        to_all = [sent[peer].numel() if peer in sent else 0 for peer in range(self.size)]
-        from_all = [receives.get(peer, 0) for peer in range(self.size)]
-        with self.naming(name, None):
-            work = dist.all_to_all_single(flat, sending, from_all, to_all, group=self.group, async_op=True)
-        sent[self.rank] = sending  # kept until it has left
-        return [(None, work)]
 
     @contextlib.contextmanager
     def naming(self, step: str, peer: int | None, began: float | None = None) -> Iterator[None]:
@@ -278,11 +226,7 @@ class Pending:
         self.finish()
         if not self.staged:
             return self.arriving
-        arrived = {peer: buffer.to(self.transport.device) for peer, buffer in self.arriving.items()}
-        if self.transport.buffers is not None:
-            for buffer in self.arriving.values():
-                self.transport.buffers.give(buffer)
-        return arrived
+        return {peer: message.to(self.transport.device) for peer, message in self.arriving.items()}
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str | None:

@@ -133,7 +133,7 @@ class LongNetDecoder(LongNet):
 
 
 def _table(state: weights.State, name: str, kind: Callable[[int, int], Any] = nn.Embedding) -> Any:
-    return kind(*state[f"{name}.weight"].shape) if f"{name}.weight" in state else None
+    return kind(*weights.matrix(state, f"{name}.weight", "the state dict")) if f"{name}.weight" in state else None
 
 
 def longvit_encoder(

@@ -131,7 +131,7 @@ class Checkpoints:
         try:
             found: dict[str, Any] = weights.unpickled(file, mmap=True)
             facts = dict(found["facts"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             then = "remove it, and training goes on from the one before"
             raise ValueError(f"the checkpoint {file} cannot be read ({error}): {then}") from error
         other = [f"{key} was {facts.get(key)} and is {now}" for key, now in self.facts.items() if facts.get(key) != now]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import struct
 import textwrap
 import zipfile
 from collections.abc import Callable, Mapping
@@ -20,8 +21,11 @@ FILE = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", FILE)
 HUB = "hf_hub:"
 ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
-# what torch and safetensors raise for files that are damaged
-DAMAGED = (EOFError, LookupError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
+# what torch and safetensors raise for files that are damaged, or made to look like weights
+DAMAGED = (
+    AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, OverflowError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 State = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,6 +69,11 @@ def read(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> tuple[State, 
         found = found.get("model", found) if isinstance(found, Mapping) else found
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
         raise ValueError(f"{said} is not a state dict: it must hold names and tensors, at its top or under 'model'")
+    for name, x in found.items():
+        is_plain = x.layout is torch.strided and x.is_floating_point() and not x.is_meta
+        # the second: numbers that are there, not one that is shown many times
+        if not (isinstance(name, str) and is_plain and x.numel() * x.element_size() <= x.untyped_storage().nbytes()):
+            raise ValueError(short(f"{said} has weights that are not plain tensors of numbers: {name!s:.80}"))
     return dict(found), said
 
 

@@ -155,7 +155,7 @@ class AllToAll(ParallelCall):
 
     def arrived(self, pending: Pending, step: Step, fields: Fields) -> dict[Part, Tensor]:
         messages = pending.wait()
-        self.transport.release(messages, reuse=False)
+        self.transport.release(messages)
         return dict(self.parts(messages, step, fields))
 
     def by_head(self, part: Part, packed: Tensor, fields: Fields) -> list[Tensor]:

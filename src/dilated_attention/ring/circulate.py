@@ -83,14 +83,14 @@ class Circulation(ParallelCall):
         for number, step in enumerate(steps):
             assert pending is not None
             messages = pending.wait()
-            self.transport.release(passed_on, reuse=not self.keeps)  # what came a step ago has now been sent on
+            self.transport.release(passed_on)  # what came a step ago has now been sent on
             passed_on = messages
             self.kept += [messages[peer] for peer in sorted(messages) if self.keeps]
             parts = dict(self.parts(messages, step, fields))
             pending = post(number + 1)
             with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {number + 1}"):
                 yield parts
-        self.transport.release(passed_on, reuse=not self.keeps)
+        self.transport.release(passed_on)
 
     def replay(self) -> Iterator[dict[Part, Tensor]]:
         """As `arriving`, with the messages that were kept."""

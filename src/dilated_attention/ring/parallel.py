@@ -111,7 +111,7 @@ class ParallelCall(OneDevice):
         }
         sends = {peer: joined[tuple(some)] for peer, some in step.sends.items()}
         sizes = {peer: sum(self.size(part, fields) for part in some) for peer, some in step.receives.items()}
-        return self.transport.post(hop, sends, sizes, collective=self.name != "ring")
+        return self.transport.post(hop, sends, sizes)
 
     def parts(self, messages: Mapping[int, Tensor], step: Step, fields: Fields) -> list[tuple[Part, Tensor]]:
         """What came, part by part. Sums of one part may come from several ranks."""

@@ -61,7 +61,6 @@ def traffic(segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool,
     A sum follows its part: after a step in which the part was used it goes to the next user, and at last to the owner.
     """
     longest = max((len(segment.members) - 1 for segment in segments), default=0)
-    # a collective takes part on every rank, also where it moves nothing
     count = longest if exchange == "ring" else 1
     found = Traffic(*(tuple(Step({}, {}) for _ in range(count)) for _ in Traffic._fields))
     for index, segment in enumerate(segments):

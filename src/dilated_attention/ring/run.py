@@ -27,7 +27,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import Agreement, ask, telling
-from dilated_attention.distributed.group import Buffers, GroupTransport, Stats, telling_device
+from dilated_attention.distributed.group import GroupTransport, Stats, telling_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.resolve import check_cu_seqlens_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll
@@ -48,7 +48,6 @@ class Ranks:
     ring_size: int | None = None  # how many there must be; 1: this process alone, whatever group there is
     memory_cap: MemoryCap | None = None
     stats: Stats = field(default_factory=Stats)
-    buffers: Buffers | None = None
 
     @classmethod
     def of(cls, group: Group | ContextParallel | None) -> Ranks | None:
@@ -91,10 +90,7 @@ class Ranks:
     def transport(self, device: torch.device) -> GroupTransport:
         group = self.group
         assert group is not None
-        if self.buffers is not None:
-            self.buffers.begin()
-        how = self.parallel
-        return GroupTransport(group, device, how.timeout, debug=how.debug, stats=self.stats, buffers=self.buffers)
+        return GroupTransport(group, device, self.parallel.timeout, self.parallel.debug, self.stats)
 
     def __repr__(self) -> str:
         given = self.parallel.group is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     gap = 0.04 * view.cell_size if len(view.edges) <= GRID + 1 else 0
     levels, names = shades(pictures), view.branch_names
     # a list per column takes a third of the space of an object per row; in a text Altair does not check each number
-    rows = [*_rows(view, pictures, levels.values())]
+    rows = [*_rows(view, pictures, levels)]
     columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}])
     calculated = {
         "x": f"datum.k + {gap}", "x2": f"datum.k_end - {gap}", "y": f"datum.q + {gap}", "y2": f"datum.q_end - {gap}",
@@ -133,11 +133,11 @@ def hues(count: int) -> list[str]:
     return [f"hsl({(209 + 360 * i // count) % 360}, 70%, {(50, 36)[i % 2]}%)" for i in range(count)]
 
 
-def _rows(view: View, pictures: Sequence[Picture], limits: Iterable[float]) -> Iterator[tuple[float, ...]]:
+def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> Iterator[tuple[float, ...]]:
     """The COLUMNS of each cell with pairs in it; where cells have no gaps, equal ones beside one another are one."""
-    edges, limits, has_gaps = view.edges, [*limits], len(view.edges) <= GRID + 1
+    edges, has_gaps = view.edges, len(view.edges) <= GRID + 1
     for index, picture in enumerate(pictures):
-        looks = torch.stack([picture.share, picture.levels(limits), picture.branch], -1).tolist()
+        looks = torch.stack([picture.share, picture.levels(levels), picture.branch], -1).tolist()
         for (top, bottom), row in zip(itertools.pairwise(edges), looks, strict=True):
             cells = itertools.groupby(enumerate(row), lambda cell: (cell[1], has_gaps and cell[0]))
             for ((share, level, branch), _), alike in cells:

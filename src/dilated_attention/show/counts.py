@@ -7,11 +7,12 @@ numbers per stretch give every cell, and no work grows with the number of tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+OVERVIEW = 128  # stretches of several tokens
 
 
 def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, is_causal: bool) -> Tensor:
@@ -43,7 +44,7 @@ def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, i
 
 
 def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Where a picture of the tokens [start, stop) is cut: each token for itself, or about ``most`` stretches.
+    """Where a picture of the tokens [start, stop) is cut: each token for itself if they are at most ``most``.
 
     Longer stretches are in step with ``numbers``, the segment lengths and dilation rates: of two, one divides the
     other. A stretch that is out of step with a rate would show a moiré that the pattern does not have. Where no length
@@ -51,17 +52,12 @@ def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int
     """
     if stop - start <= most:
         return (*range(start, stop + 1),)
-    size = _cell_size(-(-(stop - start) // most), [x for x in numbers if 1 < x < stop - start])
-    return (start, *range(start - start % size + size, stop, size), stop)
-
-
-def _cell_size(least: int, numbers: Sequence[int]) -> int:
-    """From ``least`` to four times that: the smallest that is in step with the numbers, or nearly so."""
+    least, numbers = -(-(stop - start) // min(most, OVERVIEW)), [x for x in numbers if 1 < x < stop - start]
 
     def misfit(size: int) -> float:
         return max((min(size, x) / max(size, x) for x in numbers if size % x and x % size), default=0.0)
 
-    whole = math.lcm(*(x for x in numbers if x < least))
-    sizes = [4 * least, *(x * -(-least // x) for x in (*numbers, whole, 1))]
+    sizes = [4 * least, *(x * -(-least // x) for x in (*numbers, 1))]
     sizes += [x // parts for x in numbers for parts in range(1, x // least + 1) if x % parts == 0]
-    return min((size for size in sizes if size <= 4 * least), key=lambda size: (misfit(size), size))
+    size = min((size for size in sizes if size <= 4 * least), key=lambda size: (misfit(size), size))
+    return (start, *range(start - start % size + size, stop, size), stop)

@@ -1,17 +1,17 @@
 """What a picture of a pattern shows and says, as data: `chart` and `terminal` draw it.
 
-Legend: a kind is the (query) heads that have the same offset in every branch, and so see the same; a stretch is the
-tokens between two edges of the picture; a cell is the queries of one stretch with the keys of another.
+Legend: a stretch is the tokens between two edges of the picture; a cell is the queries of one stretch with the keys of
+another; runs are the index, width, rate and offset of each branch that a head runs, and so say what it sees.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,20 +25,17 @@ Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
 SHADES = 5
 MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
-OVERVIEW = 128  # cells of more tokens, down and across
 MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
 MOST_RANKS = 64  # more borders would hide the picture
 COUNTED = 2**16  # tokens that are looked at to say which rows get an output
 
 
-class Kind(NamedTuple):
-    heads: list[int]
-    branches: tuple[tuple[int, ...], ...]  # index, width, rate and offset of those that these heads run
+Runs = tuple[tuple[int, ...], ...]
 
 
 class Picture(NamedTuple):
-    """What the same-looking kinds look like. Of each cell, queries down and keys across: the largest share of its pairs
-    that one branch computes, from 0 to 1, and that branch; the first one, where several compute as much."""
+    """What some heads look like. Of each cell, queries down and keys across: the largest share of its pairs that one
+    branch computes, from 0 to 1, and that branch; the first one, where several compute as much."""
 
     heads: list[int]
     share: Tensor
@@ -48,10 +45,9 @@ class Picture(NamedTuple):
     def name(self) -> str:
         return _heads_name(self.heads)
 
-    def levels(self, limits: Iterable[float]) -> Tensor:
-        """Which of the `shades` each cell has; an empty one has none, so the number after the last."""
-        least = torch.tensor([*limits], dtype=torch.float64)
-        return (self.share[..., None] < least).sum(-1) + (self.share == 0)
+    def levels(self, shades: Mapping[str, float]) -> Tensor:
+        """Which of the shades each cell has; an empty one has none, so the number after the last."""
+        return sum((self.share < least).long() for least in shades.values()) + (self.share == 0)
 
 
 def shades(pictures: Sequence[Picture]) -> dict[str, float]:
@@ -103,32 +99,31 @@ class View:
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        start, stop = self.shown
-        most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
-        return counts.edges(start, stop, most, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
+        return counts.edges(*self.shown, self.cells, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
 
     @cached_property
-    def kinds(self) -> list[Kind]:
-        kv_heads = self.kv_heads or self.heads
+    def kinds(self) -> dict[Runs, list[int]]:
+        """The (query) heads by their runs, as far as they are looked at."""
+        kv_heads, alike = self.kv_heads or self.heads, dict[Runs, list[int]]()
         branches = self.pattern.branches_for(kv_heads)
-        alike: dict[Any, list[int]] = {}
         for head in range(self.heads):
             kv_head = head * kv_heads // self.heads
             runs = ((i, x.length, x.rate, x.offset_of(kv_head)) for i, x in enumerate(branches) if kv_head in x.members)
             alike.setdefault(tuple(runs), []).append(head)
-        return [Kind(heads, runs) for runs, heads in alike.items() if self.head is None or self.head in heads]
+        asked = ((runs, heads) for runs, heads in alike.items() if self.head is None or self.head in heads)
+        return dict(itertools.islice(asked, MOST_KINDS))
 
     @cached_property
     def pictures(self) -> list[Picture]:
-        """The kinds to draw. Those that look the same are one picture: in large cells some do."""
+        """Heads that look the same are one picture: in large cells some do, though they see other keys."""
         looks: dict[bytes, Picture] = {}
-        for kind in self.kinds[:MOST_KINDS]:
-            shares = [counts.branch_shares(self.edges, *x[1:], is_causal=self.is_causal) for x in kind.branches]
+        for runs, heads in self.kinds.items():
+            shares = [counts.branch_shares(self.edges, *x[1:], is_causal=self.is_causal) for x in runs]
             share, which = torch.stack(shares).max(0)
-            branch = torch.tensor([x[0] for x in kind.branches])[which]
+            branch = torch.tensor([x[0] for x in runs])[which]
             look = share.numpy().tobytes() + branch.numpy().tobytes()
             if look in looks or len(looks) < MOST_PICTURES:
-                looks.setdefault(look, Picture([], share, branch)).heads.extend(kind.heads)
+                looks.setdefault(look, Picture([], share, branch)).heads.extend(heads)
         return [*looks.values()]
 
     @property
@@ -139,8 +134,8 @@ class View:
     @property
     def borders(self) -> list[int]:
         """The first tokens of all ranks but the first, as far as the picture shows them."""
-        start, stop = self.shown
-        return sorted({token for token in Shards.even(self.tokens, self.ranks or 1).starts if start < token < stop})
+        shown = range(self.shown[0] + 1, self.shown[1])
+        return sorted({token for token in Shards.even(self.tokens, self.ranks or 1).starts if token in shown})
 
     @property
     def branch_names(self) -> list[str]:
@@ -154,61 +149,52 @@ class View:
 
     @property
     def subtitle(self) -> str:
-        heads = _many(self.heads, "head")
-        if self.kv_heads not in (None, self.heads):
-            heads += f" on {_many(self.kv_heads or 1, 'key/value head')}"
+        shared = f" on {_many(self.kv_heads, 'key/value head')}" if self.kv_heads else ""
         drawn = f"; tokens {self.window[0]:,} to {self.window[1] - 1:,} are drawn" if self.window else ""
-        return f"{_many(self.tokens, 'token')}, {heads}, {'causal' if self.is_causal else 'not causal'}{drawn}"
+        causal = "causal" if self.is_causal else "not causal"
+        return f"{_many(self.tokens, 'token')}, {_many(self.heads, 'head')}{shared}, {causal}{drawn}"
 
     def caption(self, colour: Colour) -> str:
         """What the cells and their colours mean."""
-        size = self.cell_size
-        cell, branch = "A coloured cell is a key that the query sees.", "the first branch that contains it"
+        size, said = self.cell_size, "A coloured cell is a key that the query sees."
         if size > 1:
-            cell = f"A cell is {size:,} × {size:,} tokens. Its shade is the largest share of its pairs that one branch "
-            cell, branch = f"{cell}computes.", "that branch"
-        return cell if colour == "share" else f"{cell} Its colour is {branch}."
+            shade = "Its shade is the largest share of its pairs that one branch computes."
+            said = f"A cell is {size:,} × {size:,} tokens. {shade}"
+        return said if colour == "share" else f"{said} Its colour is the first branch that computes so much of it."
 
     def facts(self, most: int = MOST_PICTURES) -> list[str]:
         """Which rows get no output, what the query sees, and what else so many pictures need to be understood."""
         said: dict[str, list[int]] = {}
-        for kind in self.kinds[:MOST_KINDS]:
-            for sentence in self._facts_of(kind):
-                said.setdefault(sentence, []).extend(kind.heads)
+        for runs, heads in self.kinds.items():
+            for sentence in self._facts_of(runs, heads[0]):
+                said.setdefault(sentence, []).extend(heads)
         facts = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
         if len(facts) > MOST_PICTURES:
             facts[MOST_PICTURES:] = ["More could be said about other heads: name one to read it."]
         if self.ranks:
             facts.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
-        rest = sum(len(x.heads) for x in self.kinds) - sum(len(x.heads) for x in self.pictures[:most])
+        rest = self.heads - sum(len(x.heads) for x in self.pictures[:most]) if self.head is None else 0
         return [*facts, f"Not drawn: {_many(rest, 'more head')}. Name one to see it."] if rest else facts
 
-    def _facts_of(self, kind: Kind) -> Iterator[str]:
-        token = torch.arange(min(self.tokens, COUNTED))
+    def _facts_of(self, runs: Runs, head: int) -> Iterator[str]:
+        token, query, seen = torch.arange(min(self.tokens, COUNTED)), self.query, []
         covered = torch.zeros_like(token)
-        for index, width, rate, offset in kind.branches:
+        for index, width, rate, offset in runs:
             covered |= token % width % rate == offset
-            if self.window and rate == 1 and self.window[0] // width == (self.window[1] - 1) // width:
-                yield f"all drawn tokens lie in one segment of {self.branch_names[index]}: draw more to see less."
+            if query is not None and query % width % rate == offset:
+                start = query - query % width
+                keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
+                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({_listed(keys, 8, ' ')})")
         if not covered.all():
             first = "" if len(token) == self.tokens else "the first "
             yield f"{covered.sum():,} of {first}{_many(len(token), 'token')} get an output. The others get 0."
-        if self.query is not None:
-            yield f"query {self.query:,} sees {self._keys(kind, self.query)}."
-
-    def _keys(self, kind: Kind, query: int) -> str:
-        seen = []
-        for index, width, rate, offset in kind.branches:
-            start = query - query % width
-            if query % width % rate == offset:
-                keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
-                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({_listed(keys, 8, ' ')})")
-        zeros = self.pattern.zero_keys(
-            query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
-            is_causal=self.is_causal,
-        )  # fmt: skip
-        seen += [_many(zeros, "zero key")] if zeros else []
-        return ", ".join(seen) or "nothing, because no branch contains it"
+        if query is not None:
+            zeros = self.pattern.zero_keys(
+                query, head, num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
+                is_causal=self.is_causal,
+            )  # fmt: skip
+            seen += [_many(zeros, "zero key")] if zeros else []
+            yield f"query {query:,} sees {', '.join(seen) or 'nothing, because no branch contains it'}."
 
 
 def _many(count: int, thing: str) -> str:

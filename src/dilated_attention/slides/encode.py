@@ -94,10 +94,11 @@ def _is_there(job: Job, slide: Slide) -> bool:
     """Whether all of a result is there. Raises rather than replace a file that is none of ours."""
     result = job.result(slide)
     arrays, about = files.written(result, [EMBEDDING])
-    wanted = [result, *(result.with_suffix(ending) for ending in draw.ENDINGS if job.maps)]
-    there = [file for file in wanted if file.exists()]
-    if there and "key" not in about:
-        raise BadFile(f"{there[0]} exists and is not a result of this command: name another --out")
+    ours = [".h5", *str(about.get("beside", "")).split()] if "key" in about else []
+    wanted = [".h5", *(draw.ENDINGS if job.maps else ())]
+    there = [ending for ending in wanted if result.with_suffix(ending).exists()]
+    if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
+        raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
     return EMBEDDING in arrays and there == wanted and bool(about["key"] == job.slide_key(slide))
 
 
@@ -202,11 +203,12 @@ def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> lis
 
 
 def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> None:
-    """The result first: where it is, the files beside it are ours, also if this is interrupted."""
+    """The result first: it says which files beside it are ours, also if this is interrupted."""
+    before = str(files.written(job.result(slide), ())[1].get("beside", "")).split()
     attributes = {
         "key": job.slide_key(slide), "slide": charts.plain(slide.name), "tiles": slide.tiles,
         "tile_size": slide.tile_size, "layer": "last" if job.layer is None else job.layer,
-        "pool": "mean" if job.model.global_pool else "class token",
+        "pool": "mean" if job.model.global_pool else "class token", "beside": " ".join({*before, *beside}),
         "dtype": str(job.model.cls_token.dtype).removeprefix("torch."), "version": dilated_attention.__version__,
     }  # fmt: skip
     files.write(job.result(slide), arrays, attributes)
@@ -219,14 +221,16 @@ def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> Non
 
 def write_table(job: Job, outcome: Outcome, file: Path) -> int:
     """One row per slide: its name, tiles and embedding, as .csv. Returns the number of rows."""
-    slides = sorted([*outcome.kept, *outcome.encoded], key=lambda slide: slide.name)
+    rows: list[list[Any]] = [["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))]]
+    for slide in sorted([*outcome.kept, *outcome.encoded], key=lambda slide: slide.name):
+        with _reported(slide.path, outcome):
+            found: Any = files.written(job.result(slide), [EMBEDDING])[0].get(EMBEDDING)
+            if getattr(found, "shape", None) != (job.model.embed_dim,):
+                raise BadFile(f"{job.result(slide)} was removed or damaged before {file} was written: run this again")
+            texts = (charts.plain(str(text)) for text in (slide.name, slide.path))
+            names = (f"'{text}" if text.startswith(FORMULA) else text for text in texts)
+            rows.append([*names, slide.tiles, *found.tolist()])
     text = io.StringIO(newline="")
-    table = csv.writer(text)
-    table.writerow(["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))])
-    for slide in slides:
-        arrays, _ = files.written(job.result(slide), [EMBEDDING])
-        texts = (charts.plain(str(text)) for text in (slide.name, slide.path))
-        names = (f"'{text}" if text.startswith(FORMULA) else text for text in texts)
-        table.writerow([*names, slide.tiles, *arrays[EMBEDDING].tolist()])
+    csv.writer(text).writerows(rows)
     charts.write(file, text.getvalue().encode())
-    return len(slides)
+    return len(rows) - 1

@@ -31,8 +31,7 @@ class Thumbnail:
     height: float
 
     def url(self) -> str:
-        kind = PICTURES[self.file.suffix]
-        return f"data:{kind};base64,{base64.b64encode(self.file.read_bytes()).decode()}"
+        return f"data:{PICTURES[self.file.suffix]};base64,{base64.b64encode(self.file.read_bytes()).decode()}"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import Options, check_options, resolve
-from dilated_attention.streaming.buffered import BufferedStream
-from dilated_attention.streaming.kv_cache import CausalStream
-from dilated_attention.streaming.stream import any_mode
+from dilated_attention.streaming.held import BufferedStream, CausalStream
+from dilated_attention.streaming.kv_cache import any_mode
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 

@@ -12,10 +12,11 @@ branches.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,15 @@ from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
 from dilated_attention.resolve import computed_dtype
-from dilated_attention.streaming.stream import Stream, any_mode
 
 Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+
+
+@contextlib.contextmanager
+def any_mode() -> Iterator[None]:
+    """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Slot(NamedTuple):
@@ -285,26 +292,3 @@ def in_segment(branch: Dilated, before: int, x: Tensor, q_per_kv: int) -> Iterat
 def rows_of(branch: Dilated, tokens: int) -> int:
     """The rows that a head has of the first tokens of a segment, at most."""
     return -(-min(tokens, branch.length) // branch.rate)
-
-
-class CausalStream(Stream):
-    """The work of a causal stream: every chunk is computed at once."""
-
-    def held_bytes(self) -> int:
-        call = self.call
-        rows = sum(len(branch.members) * rows_of(branch, self.most) for branch in self.branches)
-        return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
-
-    @functools.cached_property
-    def cache(self) -> KVCache:
-        call = self.call
-        like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
-        return KVCache(call.dilated, like, tokens=1)
-
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):
-            self.deliver(out)
-        after = self.position + q.shape[1]
-        self.cache.reserve(min(after, self.most))
-        self.cache.keep_chunk(k, v, self.position)
-        self.position = after

@@ -175,7 +175,5 @@ def _environment(results: Record) -> Record:
     found = {label: machine[key] for key, label in ENVIRONMENT.items()} | machine["versions"]
     if machine["dirty"] is None:
         found["uncommitted changes"] = "not known"
-    for number, again in enumerate(machine.get("continued", []), 1):
-        found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
     run = "complete" if results["complete"] else "interrupted"
     return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}

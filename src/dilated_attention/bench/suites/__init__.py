@@ -17,11 +17,11 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import compared, decode, language, packed, profiled, slides, stream
+from dilated_attention.bench.suites import compared, decode, language, packed, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
     **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
-    "profile": profiled.profile, "scaling": compared.scaling,
+    "profile": compared.profile, "scaling": compared.scaling,
     "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": decode.steps,
     "stream": stream.steps, "packed": packed.steps, "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
@@ -38,8 +38,7 @@ DTYPES = {
 def named(given: Sequence[str]) -> list[str]:
     """The names in some texts, each of which may have several with commas between them."""
     names = [name for text in given for name in text.split(",")]
-    unknown = [name for name in names if name not in SUITES]
-    if unknown or not names:
+    if unknown := [name for name in names if name not in SUITES]:
         raise ValueError(f"unknown suite {', '.join(unknown)!r}: use one or more of {', '.join(SUITES)}")
     return names
 
@@ -61,7 +60,7 @@ def run(
 
     Where a suite needs one dtype only, it is the first. ``options`` are those of `Session`.
     """
-    chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
+    chosen = [name for some in suites for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(device, dtypes or DTYPES[device.type], **options)
@@ -81,9 +80,7 @@ class Kept:
         """The exit code: 0, or that of an interrupted program."""
         try:
             run(names, device, dtypes, save=self.save, **options)
-        except KeyboardInterrupt:
-            if self.results is not None:
-                self.save({**self.results, "complete": False})
+        except KeyboardInterrupt:  # what there is was saved
             return INTERRUPTED
         return 0
 

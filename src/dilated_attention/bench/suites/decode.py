@@ -8,9 +8,9 @@ Legend: q, out (1, 1, H, D); k, v (1, N, H, D); times in microseconds.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed
-from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
+from dilated_attention.bench.session import LONG, Row, Session, Step
 from dilated_attention.functional import dilated_attention
 from dilated_attention.testing import make_qkv
 
-SUITE, HEADS, DIM, PATTERN = "decode", 12, 64, LONG
+SUITE, NAME, HEADS, DIM, PATTERN = "decode", "one-token step", 12, 64, LONG
 TOKENS = {"cuda": 1 << 20, "cpu": 1 << 16}
 STEPS = 16  # the largest rate: after so many steps everything repeats
 REPEATS = 5
@@ -32,66 +32,61 @@ def steps(session: Session) -> list[Step]:
     tokens = TOKENS[session.device.type]
     note = f"{tokens:,} tokens, {HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}."
     columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
-    table = new_table(SUITE, "One-token steps", note, columns)
-    calls = new_table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"])
-    one_token = OneToken(session, tokens)
+    rows = {"one-token steps": partial(of_steps, session, tokens)}
+    calls = {"calls from Python": partial(of_calls, session, tokens)}
     return [
-        session.adding(table, "one-token steps", one_token.steps),
-        session.adding(calls, "calls from Python", one_token.calls),
+        *session.table(SUITE, "One-token steps", note, columns, rows),
+        *session.table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"], calls),
     ]
 
 
-class OneToken:
-    """A step at position ``at`` of a cache."""
+def cache(session: Session, tokens: int) -> tuple[Tensor, ...]:
+    """Keys and values, and a query that is the same at every position."""
+    _, k, v = make_qkv(1, tokens, HEADS, DIM, **session.options)
+    q = make_qkv(1, 1, HEADS, DIM, seed=1, **session.options)[0]
+    return q.expand(-1, tokens, -1, -1), k, v
 
-    def __init__(self, session: Session, tokens: int) -> None:
-        self.session, self.tokens, self.is_right = session, tokens, True
 
-    @functools.cached_property
-    def at(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int64, device=self.session.device)
+def step(qkv: tuple[Tensor, ...], position: int, backend: Any = "auto") -> Call:
+    q, k, v = qkv
+    at = torch.full((1,), position, device=q.device)
+    options: dict[str, Any] = {"is_causal": True, "query_offset": at, "backend": backend}
+    return partial(dilated_attention, q[:, :1], k, v, PATTERN, **options)
 
-    @functools.cached_property
-    def qkv(self) -> tuple[Tensor, ...]:
-        """The cache, and a query that is the same at every position."""
-        _, k, v = make_qkv(1, self.tokens, HEADS, DIM, **self.session.options)
-        q = make_qkv(1, 1, HEADS, DIM, seed=1, **self.session.options)[0]
-        return q.expand(-1, self.tokens, -1, -1), k, v
 
-    def dilated(self, backend: Any = "auto") -> Tensor:
-        q, k, v = self.qkv
-        return dilated_attention(q[:, :1], k, v, PATTERN, is_causal=True, query_offset=self.at, backend=backend)
+@torch.no_grad()
+def of_steps(session: Session, tokens: int) -> Iterator[Row]:
+    """The first one that is wrong ends it, without a time."""
+    qkv = cache(session, tokens)
+    shape: dict[str, Any] = {"num_tokens": tokens, "num_heads": HEADS, "is_causal": True}
+    for position in range(tokens - STEPS, tokens):
+        call, rows = step(qkv, position), [(head, position) for head in range(HEADS)]
+        keys = sum(len(PATTERN.keys(position, head, **shape)) for head, _ in rows)
+        is_right, worst = session.rows_are_right(NAME, call(), qkv, PATTERN, True, rows=rows)
+        if not is_right:
+            yield [position, keys, worst, None, None]
+            return
+        kernels = statistics.median(kernel_us(session, call) for _ in range(REPEATS))
+        graph = 1000 * session.median(graphed(call), 0.1) if session.on_cuda else None
+        yield [position, keys, worst, kernels, graph]
 
-    @torch.no_grad()
-    def steps(self) -> Iterator[Row]:
-        """The first one that is wrong ends it, without a time."""
-        for position in range(self.tokens - STEPS, self.tokens):
-            rows = [(head, position) for head in range(HEADS)]
-            shape: dict[str, Any] = {"num_tokens": self.tokens, "num_heads": HEADS, "is_causal": True}
-            keys = sum(len(PATTERN.keys(position, head, **shape)) for head, _ in rows)
-            self.at.fill_(position)
-            given = self.dilated(), self.qkv, PATTERN, True
-            self.is_right, worst = self.session.rows_are_right("one-token step", *given, rows=rows)
-            if not self.is_right:
-                yield [position, keys, worst, None, None]
-                return
-            kernels = statistics.median(self.kernel_us() for _ in range(REPEATS))
-            graph = 1000 * self.session.median(graphed(self.dilated), 0.1) if self.session.on_cuda else None
-            yield [position, keys, worst, kernels, graph]
 
-    @torch.no_grad()
-    def calls(self) -> Iterator[Row]:
-        q, k, v = self.qkv
-        ways: dict[str, Call] = {
-            "auto": self.dilated,
-            "sdpa": lambda: self.dilated("sdpa"),
-            "dense SDPA": lambda: baselines.dense(q[:, :1], k, v),  # to all keys: another operation
-        }
-        for name, timing in self.session.time(ways).items() if self.is_right else ():
+@torch.no_grad()
+def of_calls(session: Session, tokens: int) -> Iterator[Row]:
+    """At the last position, if all steps were right."""
+    q, k, v = qkv = cache(session, tokens)
+    ways: dict[str, Call] = {
+        "auto": step(qkv, tokens - 1),
+        "sdpa": step(qkv, tokens - 1, "sdpa"),
+        "dense SDPA": partial(baselines.dense, q[:, :1], k, v),  # to all keys: another operation
+    }
+    if all(check["verdict"] == "exact" for check in session.results["checks"] if check["implementation"] == NAME):
+        for name, timing in session.time(ways).items():
             yield [name, *(1000 * ms for ms in timing[:3])]
 
-    def kernel_us(self) -> float:
-        if self.session.on_cuda:
-            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.session.device).zero_()
-            torch.cuda.synchronize()
-        return 1000 * sum(ms for *_, ms in probes.kernel_times(self.dilated, self.session.device))
+
+def kernel_us(session: Session, call: Call) -> float:
+    if session.on_cuda:
+        torch.empty(FLUSH_BYTES, dtype=torch.int8, device=session.device).zero_()
+        torch.cuda.synchronize()
+    return 1000 * sum(ms for *_, ms in probes.kernel_times(call, session.device))

@@ -18,7 +18,7 @@ from torch import Tensor
 from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import LONG as PATTERN
-from dilated_attention.bench.session import Row, Session, Step, new_table
+from dilated_attention.bench.session import Row, Session, Step
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.layers import attend_whole
 from dilated_attention.models.transformer import Attend
@@ -41,18 +41,15 @@ GENERATED = {"cuda": 1024, "cpu": 64}
 
 def steps(session: Session) -> list[Step]:
     """One for each length: they are long, and a run that dies keeps those that were done."""
-    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "TFLOP/s"]
-    found = []
+    kind, found = session.device.type, list[Step]()
+    columns = ["tokens", "attention", "s", "tokens/s", "peak GiB", "TFLOP/s"]
     for size, (pattern, lengths) in MODELS[kind].items():
         note = f"Causal, {pattern}{'' if session.on_cuda else ', with smaller layers'}."
-        training = new_table(SUITE, f"A training step, {size}", note, columns)
-        for n in lengths:
-            found.append(session.adding(training, f"{size}, {n:,} tokens", of_training, session, size, pattern, n))
+        rows = {f"{size}, {n:,} tokens": partial(of_training, session, size, pattern, n) for n in lengths}
+        found += session.table(SUITE, f"A training step, {size}", note, columns, rows)
     columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
-    generating = new_table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
-    for n in PROMPTS[kind]:
-        found.append(session.adding(generating, f"generation after {n:,} tokens", of_generation, session, n))
-    return found
+    rest = {f"generation after {n:,} tokens": partial(of_generation, session, n) for n in PROMPTS[kind]}
+    return found + session.table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns, rest)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

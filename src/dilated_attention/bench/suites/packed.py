@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
+from dilated_attention.bench.session import LONG, Row, Session, Step
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, forget_inputs
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
@@ -37,11 +37,8 @@ def steps(session: Session) -> list[Step]:
     shapes = {what: (rule, session.setting(sum(lengths), **given)) for what, (rule, given) in SHAPES.items()}
     note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in shapes.items())
     sizes = f"Sequences of {min(lengths):,} to {max(lengths):,} tokens."
-    table = new_table(SUITE, "Packed sequences", f"{note}. {sizes}", COLUMNS)
-    return [
-        session.adding(table, f"{COUNT} {what} in one row", rows, session, what, *given, lengths)
-        for what, given in shapes.items()
-    ]
+    found = {f"{COUNT} {what} in one row": partial(rows, session, what, *shapes[what], lengths) for what in shapes}
+    return session.table(SUITE, "Packed sequences", f"{note}. {sizes}", COLUMNS, found)
 
 
 def rows(session: Session, what: str, rule: str, setting: Setting, lengths: list[int]) -> Iterator[Row]:

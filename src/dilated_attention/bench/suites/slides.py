@@ -20,7 +20,7 @@ from dilated_attention.bench import baselines
 from dilated_attention.bench.implementations import RELEASED as RELEASED_NAME
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.run import Call
-from dilated_attention.bench.session import Row, Session, Step, new_table
+from dilated_attention.bench.session import Row, Session, Step
 from dilated_attention.models import SlideEncoder, slide_pattern
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
 
@@ -44,19 +44,16 @@ def released_feed_forward(layer: FeedForward, x: Tensor) -> Any:
 
 
 def steps(session: Session) -> list[Step]:
+    tiles, attentions = TILES[session.device.type], named("torchscale, auto", RELEASED_NAME)
+    settings = [session.setting(n + 1, SEGMENTS, heads=HEADS, head_dim=dim) for dim, n in product(HEAD_DIMS, tiles)]
     columns = ["model", "tiles", "way", "ms", "peak GiB", "difference"]
-    whole = new_table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
-    columns = ["model", "tiles", "ms", "peak GiB"]
-    training = new_table(SUITE, "A fine-tuning step", "With checkpointing.", columns)
-    tiles = TILES[session.device.type]
-    attentions = named("torchscale, auto", RELEASED_NAME)
+    whole = {f"{name}, {n:,} tiles": partial(of_models, session, name, n) for name, n in product(MODELS, tiles)}
+    training = {f"fine-tuning {name}": partial(of_training, session, name) for name in MODELS}
     return [
-        *(session.comparing(SUITE, attentions, session.setting(n + 1, SEGMENTS, heads=HEADS, head_dim=dim))
-          for dim, n in product(HEAD_DIMS, tiles)),
-        *(session.adding(whole, f"{preset}, {n:,} tiles", of_models, session, preset, n)
-          for preset, n in product(MODELS, tiles)),
-        *(session.adding(training, f"fine-tuning {preset}", of_training, session, preset) for preset in MODELS),
-    ]  # fmt: skip
+        *(session.comparing(SUITE, attentions, setting) for setting in settings),
+        *session.table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns, whole),
+        *session.table(SUITE, "A fine-tuning step", "With checkpointing.", ["model", "tiles", *columns[3:5]], training),
+    ]
 
 
 @torch.no_grad()

@@ -9,13 +9,14 @@ Legend: a chunk is q, k, v, each (1, n, H, D).
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 from torch.utils.benchmark import timer
 
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Expected, oracle, synchronise
-from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
+from dilated_attention.bench.session import LONG, Row, Session, Step
 from dilated_attention.streaming import stream
 from dilated_attention.testing import make_qkv
 from dilated_attention.units import GIB
@@ -29,10 +30,8 @@ COLUMNS = ["tokens", "chunk", "causal", "s", "million tokens/s", "TFLOP/s", "pea
 
 def steps(session: Session) -> list[Step]:
     note = f"{HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}. A row that is wrong has no time."
-    table = new_table(SUITE, TITLE, note, COLUMNS)
-    return [
-        session.adding(table, f"{TITLE}{', causal' * causal}", measured, session, causal) for causal in (False, True)
-    ]
+    rows = {f"{TITLE}{', causal' * causal}": partial(measured, session, causal) for causal in (False, True)}
+    return session.table(SUITE, TITLE, note, COLUMNS, rows)
 
 
 def is_exact(session: Session, causal: bool) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from dilated_attention import functional
+from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
@@ -47,8 +49,15 @@ def attention(
     options.setdefault("is_causal", getattr(module, "is_causal", True))
     kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
+    looks = is_first(module)  # at what is in tensors, and at what is asked of the whole model
+    if looks and not torch.compiler.is_compiling():
+        if "attentions" in (output_capturing._active_collector.get() or ()):  # GPT-2 does not pass this option on
+            options["output_attentions"] = True
+        if "position_ids" not in options:
+            name = type(module).__name__
+            warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
     grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
-    if is_first(module):
+    if looks:
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, options)
@@ -74,14 +83,21 @@ def read_grid(
             "dilated attention needs a mask of its own mask function: call register() before the model runs, and "
             "pass attention_mask as (batch, tokens)"
         )
-    ends = options.get("cu_seq_lens_q")
-    if ends is None:
+    ends, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if ends is None and keys is None:
         return mask
+    if ends is None or (keys is not None and _differ(ends, keys)):
+        raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
     return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
+
+
+def _differ(ends: Any, others: Any) -> bool:
+    """In compiled code nobody looks at them."""
+    return not torch.compiler.is_compiling() and torch.as_tensor(ends).tolist() != torch.as_tensor(others).tolist()
 
 
 def attend(

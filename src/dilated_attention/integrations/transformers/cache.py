@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dilated_attention.integrations.transformers.config import patterns_of
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.streaming.kv_cache import KVCache
-from dilated_attention.streaming.stream import any_mode
+from dilated_attention.streaming.kv_cache import KVCache, any_mode
 
 BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
 

@@ -24,7 +24,9 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     """
     config = getattr(config, "config", config)
     check_model(config)
-    setattr(config, FIELD, written(pattern))
+    given = written(pattern)
+    _per_layer(given, getattr(config, "num_hidden_layers", None))
+    setattr(config, FIELD, given)
     return config
 
 
@@ -43,11 +45,15 @@ def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     given = getattr(config, FIELD, None)
     if given is None:
         raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
-    read, layers = read_pattern(given), config.num_hidden_layers
-    patterns: tuple[DilatedPattern, ...] = (read,) * layers if isinstance(read, DilatedPattern) else read
-    if len(patterns) != layers:
-        has = f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers"
-        raise ValueError(f"{has}: give one, or one per layer")
+    return _per_layer(given, config.num_hidden_layers)
+
+
+def _per_layer(given: Any, layers: int | None) -> tuple[DilatedPattern, ...]:
+    """``layers``: None if they are not known."""
+    read = read_pattern(given)
+    patterns: tuple[DilatedPattern, ...] = (read,) * (layers or 1) if isinstance(read, DilatedPattern) else read
+    if not patterns or layers not in (None, len(patterns)):
+        raise ValueError(f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers: give one, or one each")
     return patterns
 
 

@@ -110,6 +110,8 @@ def grid_mask(
         # a copy: the cache counts on in this very tensor before the first layer attends
         q_offset = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
     if attention_mask is not None:
+        if attention_mask.shape[:-1] != (batch_size,):
+            raise ValueError(f"attention_mask must be ({batch_size}, tokens), got {tuple(attention_mask.shape)}")
         width = attention_mask.shape[1]
         # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
         is_known = not torch.compiler.is_compiling()

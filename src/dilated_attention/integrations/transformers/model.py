@@ -222,6 +222,12 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             if not torch.compiler.is_compiling():
                 warn("gradient checkpointing leaves the cache out: pass use_cache=False, and no past_key_values")
             return None
+        if cache is not None and not torch.compiler.is_compiling():
+            held = {int(cache.get_seq_length(layer)) for layer in range(self.config.num_hidden_layers)}
+            if len(held) > 1:
+                raise ValueError(
+                    "layers of the cache hold different numbers of tokens, as after an error: call reset()"
+                )
         if is_wanted is None:
             is_wanted = self.config.use_cache and not trains and group is None
         return DilatedCache(self.config) if is_wanted and cache is None else cache

@@ -1,30 +1,94 @@
-"""Not causal: tokens wait, copied, until their segments are complete.
+"""The two kinds of stream, and what each holds from one chunk to the next: what later tokens see, or tokens that wait.
 
-Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); the tokens whose output is not yet known begin at
-``base`` and end where the stream now does.
+Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H).
 """
 
 from __future__ import annotations
 
-import functools
+import math
+import os
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dilated_attention import autograd
 from dilated_attention.backends import run
+from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
-from dilated_attention.streaming.stream import Stream
+from dilated_attention.streaming.kv_cache import KVCache, rows_of
+from dilated_attention.units import bytes_text
+
+
+class Stream:
+    """The work of a stream. Its call has the shapes of no tokens, alike for all chunks."""
+
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
+        lengths = call.dilated.segment_lengths
+        self.call, self.deliver, self.position = call, deliver, 0
+        self.branches = call.dilated.branches_for(call.kv_heads)
+        self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
+        self.longest = max(lengths)
+        self.most = self.longest if num_tokens is None else min(num_tokens, self.longest)  # tokens of a segment
+
+    def end(self) -> None:
+        """There are no more tokens."""
+
+    def check_memory(self, held: int, max_bytes: int | None) -> None:
+        """Raise if what is held from one chunk to the next does not fit. Nothing is held yet."""
+        limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
+        if limit is None or held <= limit:
+            return
+        what, causal = "the longest segment", "is_causal=True, "
+        if self.call.is_causal:
+            what, causal = "the keys and values that later tokens see", ""
+        raise ValueError(
+            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
+            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
+            "num_tokens"
+        )
+
+
+def _half_of_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch's allocator
+        return (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return None
+
+
+class CausalStream(Stream):
+    """Every chunk is computed at once."""
+
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
+        super().__init__(call, deliver, num_tokens)
+        like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
+        self.cache = KVCache(call.dilated, like, tokens=1)
+
+    def held_bytes(self) -> int:
+        call = self.call
+        rows = sum(len(branch.members) * rows_of(branch, self.most) for branch in self.branches)
+        return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):
+            self.deliver(out)
+        after = self.position + q.shape[1]
+        self.cache.reserve(min(after, self.most))
+        self.cache.keep_chunk(k, v, self.position)
+        self.position = after
 
 
 class BufferedStream(Stream):
-    """The work of a stream that is not causal.
+    """Tokens wait, copied, until their segments are complete.
 
-    Branches are computed together, a longest segment at a time, unless some segment is not part of a longest one: then
-    one by one, and what they give is merged.
+    Those whose output is not yet known begin at ``base`` and end where the stream now does. Branches are computed
+    together, a longest segment at a time, unless some segment is not part of a longest one: then one by one, and what
+    they give is merged.
     """
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
@@ -38,6 +102,12 @@ class BufferedStream(Stream):
         self.base = self.first = 0  # the first token that waits, and its row in the buffers
         # rows that go a few at a time need room to spare, lest the others be moved often
         self.room = self.most + self.most // 4 if self.straddles else self.most
+        # q, k, v, and where branches are merged out and lse, of the tokens that wait
+        heads = (call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.head_dim)
+        sums = ((call.heads, call.head_dim), (call.heads,)) if self.straddles else ()
+        like = torch.empty(0, dtype=call.dtype, device=call.device)
+        self.buffers = [like.new_empty(call.samples, 0, *size) for size in heads]
+        self.buffers += [like.new_empty(call.samples, 0, *size, dtype=call.sum_dtype) for size in sums]
 
     def held_bytes(self) -> int:
         call = self.call
@@ -45,15 +115,6 @@ class BufferedStream(Stream):
         if self.straddles:
             per_token += call.heads * (call.head_dim + 1) * call.sum_dtype.itemsize
         return call.samples * per_token * self.room
-
-    @functools.cached_property
-    def buffers(self) -> list[Tensor]:
-        """q, k, v, and where branches are merged out and lse, of the tokens that wait."""
-        call, shape = self.call, (self.call.samples, 0)
-        sizes = [(heads, call.head_dim) for heads in (call.heads, call.kv_heads, call.kv_heads)]
-        inputs = [torch.empty(*shape, *size, dtype=call.dtype, device=call.device) for size in sizes]
-        sums = (sizes[0], sizes[0][:1]) if self.straddles else ()
-        return [*inputs, *(torch.empty(*shape, *size, dtype=call.sum_dtype, device=call.device) for size in sums)]
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period, whole periods where they lie, and the rest."""
