@@ -48,7 +48,7 @@ class Rows(NamedTuple):
             yield Rows(self.start + first * self.step, step, -((first - self.length) // many))
 
     def moved(self, tokens: int) -> Rows:
-        return self._replace(start=self.start + tokens)
+        return Rows(self.start + tokens, self.step, self.length)
 
 
 def rows_at(offset: int, rate: int, first: int, stop: int) -> Rows:
@@ -105,7 +105,9 @@ class Rect(NamedTuple):
                 yield self._replace(queries=queries, keys=keys).between()
 
     def moved(self, tokens: int) -> Rect:
-        return self._replace(queries=self.queries.moved(tokens), keys=self.keys.moved(tokens))
+        if not tokens:
+            return self
+        return Rect(self.queries.moved(tokens), self.keys.moved(tokens), *self[2:])
 
     def some(self, first: int, stop: int) -> Rect:
         """The repeats [first, stop)."""
