@@ -147,7 +147,7 @@ def _of_strips(call: Call, strides: Strides, has_dlse: bool) -> Prepared:
             dtype = torch.float32
         blank = blank or not todo or not strips.cover(todo[0], call)
         for index, some in enumerate(todo):
-            tile = dispatch.config(name, call, "dense")
+            tile = dispatch.config(name, call, "band")
             made.append(launch.prepare(name, call, strides, some, tile, dtype, index > 0, False, has_dlse))
     return Prepared(tuple(made), dtype, blank)
 
