@@ -79,7 +79,7 @@ def test_heads_share_launches_until_they_fill_256_mib(
 REFUSED: list[tuple[dict[str, Any], str]] = [  # a call, and why: "" where it runs
     ({}, ""),
     ({"in_parts": True}, "whole calls on one device"),
-    ({"memory_cap": 1}, "it takes calls whole, and a cap on memory asks for parts"),
+    ({"memory_cap_id": 1}, "it takes calls whole, and a cap on memory asks for parts"),
     ({"dtype": torch.float64}, "float64"),
     ({"head_dim": 257}, "up to 256, not 257"),
     ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
