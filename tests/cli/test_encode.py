@@ -174,7 +174,7 @@ def test_a_full_disk_still_tells_what_was_done(
     monkeypatch.setattr(work, "write_table", lambda job, outcome, file: full(file.with_name("mid")))
     code, out, err = encoded()
     assert (code, err.splitlines()[1:]) == (2, [f"error: cannot write {tmp_path}/out/mid: No space left on device"])
-    assert "3 were encoded before; interrupted: run the same command again" in out
+    assert "3 were encoded before; 0 skipped; interrupted: run the same command again" in out
 
 
 def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Encoded, features: Path, tmp_path: Path) -> None:
