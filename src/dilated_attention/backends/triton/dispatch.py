@@ -120,7 +120,8 @@ def measured_as(call: Call) -> str:
 def form_of(call: Call, alone: bool) -> str:
     """What measurements tell calls apart by; ``alone``: each branch has a table of its own.
 
-    "band": any pattern that is no DilatedPattern; "dense": each segment is one dense problem; "nested": some pairs are computed once for several branches; "apart":
+    "band": of any pattern that is no DilatedPattern; "dense": each segment is one dense problem; "nested": some pairs
+    are computed once for several branches; "apart":
     several launches, each of which takes in what the others found; "": anything else, in one launch.
     """
     if not isinstance(call.pattern, DilatedPattern):

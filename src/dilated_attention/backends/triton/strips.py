@@ -174,7 +174,17 @@ def _inner(mine: Rows, met: Rows, low: int, high: int, own: int) -> range:
 def _tiling(mine: Rows, met: tuple[Rows, ...], low: int | None, high: int | None, own: int, other: int) -> Tiling:
     tiles = -(-mine.length // own)
     base = mine.start + np.arange(tiles, dtype=np.int64) * own * mine.step
-    last = np.minimum(base + (own - 1) * mine.step, mine.last)
+    last, stop = np.minimum(base + (own - 1) * mine.step, mine.last), np.full(tiles, mine.last + 1)
+    if low is None and high is None:  # all tiles meet the same
+        start, step, length = np.array(met).T
+        whole, ends = length // other, start + (length - 1) * step + 1
+        plain = np.stack([start, step, ends, whole, np.ones_like(start)], 1)[whole > 0]
+        rests = np.stack([start + whole * other * step, step, ends, np.ones_like(start), np.ones_like(start)], 1)
+        rests = rests[length % other > 0]
+        about = (mine.step, 0, whole.sum(), len(rests), len(plain))
+        step, first, many, masked, first_masked = (np.full(tiles, number) for number in about)
+        table = np.stack([base, step, stop, first, many, masked, first_masked], 1)
+        return Tiling(table, np.concatenate([plain, rests]), len(rests) > 0, True, np.array([tiles]))
     lists = [_runs_of(rows, base, last, low, high, other) for rows in met]
     runs, numbers, made = [], [], 0
     wholes, edges = np.stack([whole for whole, _ in lists], 1), np.concatenate([edges for _, edges in lists], 1)
@@ -185,7 +195,6 @@ def _tiling(mine: Rows, met: tuple[Rows, ...], low: int | None, high: int | None
         runs.append(some[there])
         made += int(number.sum())
     (first, plain), (first_edge, masked) = numbers
-    stop = np.full(tiles, mine.last + 1)
     table = np.stack([base, np.full(tiles, mine.step), stop, first, plain, masked, first_edge], 1)
     return Tiling(table, np.concatenate(runs), bool(masked.any()), True, np.array([tiles]))
 
