@@ -61,10 +61,11 @@ UNIONS = {  # of the paths whose rule is how overlaps count
     "one side": [Window(0, 9), Window(40, 2, rate=3)],
     "far": [Window(6), Dilated(16, 2), Dilated(32, 4), Dilated(64, 8)],  # cut away where they overlap
     "far first": [Dilated(24, 3), Window(6), Dilated(20)],  # masked there
-    "strided": [Window(3), Strided(5, 2), Strided(4, 1, length=20)],
+    "strided": [Window(3), Strided(5, 2)],
+    "segments": [Strided(4, 1, length=20)],
     "prefix": [Prefix(3), Window(4), Dilated(32, 4, 1)],
     "global": [Global([0, 7, 30]), Dilated(16), Global(2)],
-    "blocks": [Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)]), Prefix(1)],
+    "blocks": [Prefix(1), Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)])],
     "by heads": [Window(4, heads=[0]), Strided(3, heads=[1]), Dilated(10, 2, heads=[0, 1])],
     "dense": [Window(2), Dense(), Prefix(2)],
 }

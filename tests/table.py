@@ -210,7 +210,7 @@ PATHS |= {  # the same with patterns of any branches
 PATHS["union_triton"] = Path(
     {
         **PATHS["triton"].axes, "rule": ("once", "sum"),
-        "pattern": ("window", "one side", "far", "strided", "prefix", "blocks"),
+        "pattern": ("window", "far", "strided", "segments", "prefix", "blocks"),
     },
     ("rule", "is_causal", "pattern"), on_gpu=True,
 )  # fmt: skip

@@ -88,7 +88,7 @@ TYPES: Refused = [
     ("key_padding_mask must be a tensor, got bool", {"key_padding_mask": False}),
     ("enable_gqa must be True or False, got 'no'", {"enable_gqa": "no"}),
     ("is_causal must be True or False, got 1", {"is_causal": 1}),
-    ("pattern must be a DilatedPattern, got str", {"pattern": "longnet"}),
+    ("pattern must be a Pattern or a DilatedPattern, got str", {"pattern": "longnet"}),
 ]
 
 

@@ -52,7 +52,7 @@ def test_ranks_that_share_the_gpu_are_exact(ranks: int) -> None:
     found = compared(which, setting())
     assert {x["verdict"] for x in found["checks"]} == {"exact"}
     measured = [x for x in found["measurements"] if x["status"] == "measured"]
-    assert len(measured) == 2 * len(which)
+    assert len(measured) == 2 * (len(which) - (ranks == 4))  # the mesh class has no gloo to gather CUDA tensors with
     assert all(x["peak_bytes"] > 0 for x in measured)
 
 

@@ -66,7 +66,8 @@ def prepare(
     )  # fmt: skip
     q = call.dtype  # stands in for what is not there
     dtypes = {
-        "out": out_dtype, "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
+        **dict.fromkeys(("out",) if kernel == "forward" else ("dq", "dk", "dv"), out_dtype),
+        "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
         "seed": torch.int64 if call.drops else q, "padding": torch.bool if call.has_padding else q,
         "ends": torch.int64 if call.has_padding and call.adds_zeros else q,
     }  # fmt: skip

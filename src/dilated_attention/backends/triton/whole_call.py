@@ -101,7 +101,7 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     if prepared is None:
         prepared = _prepared(call, strides, has_dlse)
         _compile(prepared.launches)
-    dq, dk, dv = (_empty_like(x, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (_empty_like(x, prepared.dtype) for x in (q, k, v))
     stats = torch.empty((call.samples, call.heads, call.queries, 2), dtype=torch.float32, device=q.device)
     if prepared.blank:
         for grad in (dq, dk, dv):
@@ -114,7 +114,7 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
             kernel(q, k, v, dout, out, lse, dlse, dq, stats, *given)
         else:
             kernel(q, k, v, dout, stats, dk, dv, *given)
-    return dq, dk, dv
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
 def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
@@ -140,16 +140,16 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
 
 def _of_strips(call: Call, strides: Strides, has_dlse: bool) -> Prepared:
     """All of dq comes first: it makes the statistics of the rows that dk and dv meet."""
-    made, dtype, blank = [], call.dtype, False
-    for name in ("forward",) if len(strides) == 3 else ("dq", "dkdv"):
-        todo = strips.launches(call, name == "dkdv") or ()
-        if name == "forward" and len(todo) > 1:
-            dtype = torch.float32
-        blank = blank or not todo or not strips.cover(todo[0], call)
-        for index, some in enumerate(todo):
-            tile = dispatch.config(name, call, "band")
-            made.append(launch.prepare(name, call, strides, some, tile, dtype, index > 0, False, has_dlse))
-    return Prepared(tuple(made), dtype, blank)
+    names = ("forward",) if len(strides) == 3 else ("dq", "dkdv")
+    todo = {name: strips.launches(call, name == "dkdv") or () for name in names}
+    # results of several launches are added up, and rounded once
+    dtype = torch.float32 if any(len(some) > 1 for some in todo.values()) else call.dtype
+    made = [
+        launch.prepare(name, call, strides, some, dispatch.config(name, call, "dense"), dtype, at > 0, False, has_dlse)
+        for name in names
+        for at, some in enumerate(todo[name])
+    ]
+    return Prepared(tuple(made), dtype, not all(some and strips.cover(some[0], call) for some in todo.values()))
 
 
 def _compile(launches: tuple[Launch, ...]) -> None:
