@@ -65,7 +65,7 @@ UNIONS = {  # of the paths whose rule is how overlaps count
     "segments": [Strided(4, 1, length=20)],
     "prefix": [Prefix(3), Window(4), Dilated(32, 4, 1)],
     "global": [Global([0, 7, 30]), Dilated(16), Global(2)],
-    "blocks": [Prefix(1), Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)])],
+    "blocks": [Window(3), Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)])],
     "by heads": [Window(4, heads=[0]), Strided(3, heads=[1]), Dilated(10, 2, heads=[0, 1])],
     "dense": [Window(2), Dense(), Prefix(2)],
 }
