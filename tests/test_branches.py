@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,6 +49,30 @@ def shown(rects: Iterable[Rect], n: int) -> Tensor:
             counts[queries[:, None], keys] += inside.int()
             assert one.pairs() == inside.sum()
     return counts
+
+
+DEFINITIONS = [  # for head 3
+    (Dilated(4, 2), lambda i, j: i // 4 == j // 4 and i % 2 == j % 2 == 1),
+    (Dilated(5, 3, 8), lambda i, j: i // 5 == j // 5 and i % 5 % 3 == j % 5 % 3 == 2),
+    (Window(2), lambda i, j: abs(i - j) <= 2),
+    (Window(2, 1, 3), lambda i, j: j - i in (-6, -3, 0, 3)),
+    (Strided(3, 4), lambda i, j: j % 3 == 1),
+    (Strided(3, 1, 5), lambda i, j: i // 5 == j // 5 and j % 5 % 3 == 1),
+    (Prefix(2), lambda i, j: j < 2),
+    (Global(2), lambda i, j: i < 2 or j < 2),
+    (Global([4, 1]), lambda i, j: i in (1, 4) or j in (1, 4)),
+    (Blocks(3, [(1, 0), (2, 2)]), lambda i, j: (i // 3, j // 3) in ((1, 0), (2, 2))),
+    (Dense(), lambda i, j: True),
+]
+
+
+@pytest.mark.parametrize(("branch", "shows"), DEFINITIONS, ids=lambda x: repr(x) if isinstance(x, Branch) else "")
+def test_the_definitions(branch: Branch, shows: Callable[[int, int], bool]) -> None:
+    """Said once more, for the oracle reads them too."""
+    token = torch.arange(13)
+    assert branch.sees(3, token[:, None], token).expand(13, 13).tolist() == [
+        [shows(i, j) for j in range(13)] for i in range(13)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,13 +37,15 @@ THREADS = (table("threads", "packed_threads"), "tests/test_exchange.py")
 RANKS = (table("ranks"), "tests/distributed", "tests/nn/test_ring.py", "tests/nn/test_mesh.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "": (
+        "tests/test_branches.py", table("union_function", "union_packed", "union_few"),
         table("function", "long", "dropout", "few", "few_dropout", "packed", "compiled"), "tests/test_poison.py",
         "tests/test_edges.py", "tests/test_backends.py", "tests/test_functional.py", "tests/test_func.py",
         "tests/test_limits.py", "tests/test_decode.py", "tests/models/test_lm.py", *THREADS, *RANKS,
     ),
+    "branches": ("tests/test_branches.py", table("union_function", "union_few", "union_packed", "function", "packed")),
     "backends/triton": (
         "tests/test_tiling.py", "tests/test_choose.py",
-        f"interpreted:{table('triton', 'packed_triton', 'triton_few')}",
+        f"interpreted:{table('triton', 'packed_triton', 'triton_few', 'union_triton')}",
         *(f"interpreted:tests/triton_kernels/{name}_cases.py" for name in ("attention", "decode", "fuse", "loss")),
     ),
     "ring": (*THREADS, "tests/test_shards.py", "tests/cost", *RANKS),
