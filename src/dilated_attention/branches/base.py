@@ -79,7 +79,7 @@ class Rect(NamedTuple):
         low = max((x for x in (low, self.low) if x is not None), default=None)
         high = min((x for x in (high, self.high) if x is not None), default=None)
         queries, keys = self.queries, self.keys
-        for _ in range(2):  # fewer queries may need fewer keys
+        for _ in range((low is not None) + (high is not None)):  # with both, fewer queries may need fewer keys
             if low is not None:
                 keys = keys.inside(queries.start + low, keys.last + 1)
                 queries = queries.inside(queries.start, keys.last - low + 1)
