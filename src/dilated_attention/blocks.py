@@ -344,6 +344,52 @@ def plan(
     return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
 
+class Away(NamedTuple):
+    """Keys that lie elsewhere, with another rank or in a cache, and the blocks of a call's queries with them."""
+
+    rows: View  # of the tensors there: packed, (b, L, h, ...), they are what the blocks' keys are views of
+    blocks: tuple[Block, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
+    """What the queries of a call see of the keys [first, first + count), which are not here.
+
+    Both ends of a message make the same list. Rows that several blocks of a branch see are packed once.
+    """
+    lanes: dict[Hashable, list[Block]] = {}
+    for block in plan(call._replace(key_start=first, keys=count), False).blocks:
+        keys = block.keys
+        place = keys.token % keys.row_step if keys.segments == 1 else (keys.token, keys.rows)
+        lanes.setdefault((block.branch, keys._replace(token=0, rows=0), place), []).append(block)
+    found: list[Away] = []
+    for blocks in lanes.values():
+        rows, waiting = blocks[0].keys._replace(rows=0), []
+        for block in sorted(blocks, key=lambda block: block.keys.token):
+            if waiting and block.keys.token > rows.token + rows.rows * rows.row_step:
+                found.append(_packed(rows, waiting))
+                waiting = []
+            rows = rows if waiting else block.keys
+            stop = (block.keys.token - rows.token) // rows.row_step + block.keys.rows
+            rows = rows._replace(rows=max(rows.rows, stop))
+            waiting.append(block)
+        found.append(_packed(rows, waiting))
+    return tuple(found)
+
+
+def _packed(rows: View, blocks: list[Block]) -> Away:
+    """The blocks with keys that are packed: those rows, one after the other."""
+    whole = View(0, rows.samples * rows.segments, 0, 1, rows.rows, rows.rows, 1, 0, rows.heads, 1, 0)
+    moved = [
+        block._replace(
+            keys=whole.some_rows((block.keys.token - rows.token) // rows.row_step, block.keys.rows),
+            numbers=block.head_numbers,
+        )
+        for block in blocks
+    ]
+    return Away(rows, tuple(moved))
+
+
 class Place(NamedTuple):
     """A rectangle of one head, in its sequence."""
 
