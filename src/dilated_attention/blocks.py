@@ -53,9 +53,9 @@ class View(NamedTuple):
     def some_rows(self, first: int, count: int) -> View:
         return self._replace(token=self.token + first * self.row_step, rows=count)
 
-    def tiles(self, first: int, count: int, step: int, number: int) -> View:
-        """Of the one segment so many stretches of rows, ``step`` rows apart, as segments of their own."""
-        return self.some_rows(first, count)._replace(segments=number, segment_step=step * self.row_step)
+    def repeated(self, step: int, number: int) -> View:
+        """The rows of the one segment so many times, ``step`` rows apart, as segments of their own."""
+        return self._replace(segments=number, segment_step=step * self.row_step)
 
     def part(self, first: int, count: int, head: int, heads: int) -> View:
         """Some of the batch, [first, first + count), and some heads. Whole samples, or segments of one sample."""
@@ -114,6 +114,13 @@ class Block(NamedTuple):
         view = self.queries
         return self.numbers or tuple(view.head + i * view.head_step for i in range(view.heads))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the band hides all pairs."""
+        rows, keys = self.queries.rows, self.keys.rows
+        hidden = (self.high is not None and self.high <= -rows) or (self.low is not None and self.low >= keys)
+        return hidden or not rows or not keys
+
     def covers(self, call: Call) -> bool:
         """Whether the block is all rows of a call, in their order."""
         view = self.queries
@@ -124,6 +131,21 @@ class Block(NamedTuple):
             and (view.head, view.head_step, view.heads) == (0, 1, call.kv_heads)
             and self.keys == view
             and not self.has_mask
+        )
+
+    def inside(self, first: int, stop: int, key: int, last: int) -> Block:
+        """The pairs of some of the query rows with some of the key rows; without limits that always hold."""
+        first, key = max(0, first), max(0, key)
+        rows, keys = (max(0, x) for x in (min(stop, self.queries.rows) - first, min(last, self.keys.rows) - key))
+        low, high = (None if x is None else x + first - key for x in (self.low, self.high))
+        return self._replace(
+            queries=self.queries.some_rows(first, rows),
+            keys=self.keys.some_rows(key, keys),
+            low=None if low is None or low <= 1 - rows else low,
+            high=None if high is None or high >= keys - 1 else high,
+            query_at=tuple(at + first * self.query_step for at in self.query_at),
+            key_at=tuple(at + key * self.key_step for at in self.key_at),
+            is_first=self.is_first and (rows, keys) == (self.queries.rows, self.keys.rows),
         )
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
@@ -171,128 +193,6 @@ class Block(NamedTuple):
             key_at=tuple(at + shift for at in self.key_at[head:last]),
             segment=self.segment + shift,
         )
-
-
-# --- bands ------------------------------------------------------------------------------------------------------
-
-MASKED = 1 << 10  # rows of the largest block that is masked
-LEAST = 1 << 6  # rows of a tile: with fewer, calls cost more than the pairs that they leave out
-
-
-def without_bands(block: Block) -> Iterator[Block]:
-    """The same pairs in blocks of which all count, or a triangle as kernels know it; what is left is masked.
-
-    A band is cut into tiles as long as it is wide, so that each tile has one slanted side: of the upper side that is a
-    kernel's triangle, of the lower side a mask.
-    """
-    low, high, rows, keys = block.low, block.high, block.queries.rows, block.keys.rows
-    if block.but or not block.has_mask:
-        yield from _small(block) if block.but else [block]
-    elif low is None and high is not None:
-        yield from _below(block, high)
-    elif max(rows, keys) <= MASKED:
-        yield block
-    elif high is None:
-        yield from _halves(block)
-    else:
-        assert low is not None
-        assert high is not None
-        yield from _in_tiles(block, low, high)
-
-
-def _below(block: Block, high: int) -> Iterator[Block]:
-    """No lower limit: keys that all see, a square with its triangle, and queries that see all keys."""
-    rows, keys = block.queries.rows, block.keys.rows
-    first = max(0, -high)
-    left = min(keys, max(0, high))
-    side = min(rows - first, keys - left)
-    if left:
-        yield from _rect(block, first, side, 0, left)
-    if side > 0:
-        yield sub(block, first, side, left, side, None, 0)
-    if rows > first + side:
-        yield from _rect(block, first + side, rows - first - side, 0, keys)
-
-
-def _rect(block: Block, first: int, rows: int, key: int, keys: int) -> Iterator[Block]:
-    if rows > 0 and keys > 0:
-        yield sub(block, first, rows, key, keys, None, None)
-
-
-def _halves(block: Block) -> Iterator[Block]:
-    """The queries in two halves, until a mask is small: keys that the whole half sees need none."""
-    low, rows, keys = block.low, block.queries.rows, block.keys.rows
-    assert low is not None
-    half = max(1, min(rows, max(MASKED // 2, rows // 2)))
-    for first in range(0, rows, half):
-        count = min(half, rows - first)
-        begin, whole = max(0, first + low), min(keys, max(0, first + count - 1 + low))
-        if begin < whole:
-            yield from without_bands(sub(block, first, count, begin, whole - begin, first + low - begin, None))
-        yield from _rect(block, first, count, max(begin, whole), keys - max(begin, whole))
-
-
-def _in_tiles(block: Block, low: int, high: int) -> Iterator[Block]:
-    rows, keys, width = block.queries.rows, block.keys.rows, high - low
-    side = max(LEAST, -(-width // -(-width // MASKED)) if width else 0)
-    for at in range(high, low - side, -side):  # keys of tile m: from m * side + at on
-        first, last = max(0, -(at // side)), min(rows // side, (keys - at) // side)  # tiles that are whole
-        if last > first:
-            limits = low - at, high - at
-            band = [None if limits[0] <= 1 - side else limits[0], None if limits[1] >= side - 1 else limits[1]]
-            yield from _tiled(block, first * side, first * side + at, side, last - first, band)
-        for m in [*range(min(first, -(-rows // side))), *range(max(first, last), -(-rows // side))]:
-            start, begin = m * side, m * side + at
-            count, stop = min(side, rows - start), min(keys, begin + side)
-            begin = max(0, begin)
-            if stop > begin:
-                limits = start + low - begin, start + high - begin
-                yield from _edge(sub(block, start, count, begin, stop - begin, *limits))
-
-
-def _edge(block: Block) -> Iterator[Block]:
-    """A tile at the border of the sequence, if any of its pairs count; without limits that always hold."""
-    low, high, rows, keys = block.low, block.high, block.queries.rows, block.keys.rows
-    assert low is not None
-    assert high is not None
-    if high <= -rows or low >= keys:
-        return
-    yield block._replace(low=None if low <= 1 - rows else low, high=None if high >= keys - 1 else high)
-
-
-def _tiled(block: Block, first: int, key: int, side: int, number: int, band: list[int | None]) -> Iterator[Block]:
-    """So many tiles, of ``side`` rows each way: as one batch where strides allow it."""
-    if block.batch == 1:
-        tile = sub(block, first, side, key, side, *band)
-        yield tile._replace(
-            queries=block.queries.tiles(first, side, side, number), keys=block.keys.tiles(key, side, side, number)
-        )
-    elif number < block.batch:
-        for m in range(number):
-            yield sub(block, first + m * side, side, key + m * side, side, *band)
-    else:
-        for one in block.cut(batch=1):
-            yield from _tiled(one, first, key, side, number, band)
-
-
-def _small(block: Block) -> Iterator[Block]:
-    """Parts whose masks are small, each of one head and segment: masks may differ."""
-    for one in block.cut(heads=1, batch=1):
-        for first in range(0, one.queries.rows, MASKED):
-            for key in range(0, one.keys.rows, MASKED):
-                rows, keys = min(MASKED, one.queries.rows - first), min(MASKED, one.keys.rows - key)
-                low, high = (None if x is None else x + first - key for x in (one.low, one.high))
-                if (high is None or high > -rows) and (low is None or low < keys):
-                    yield sub(one, first, rows, key, keys, low, high)
-
-
-def sub(block: Block, first: int, rows: int, key: int, keys: int, low: int | None, high: int | None) -> Block:
-    """Some rows of a block, with a band of their own."""
-    return block._replace(
-        queries=block.queries.some_rows(first, rows), keys=block.keys.some_rows(key, keys), low=low, high=high,
-        query_at=tuple(at + first * block.query_step for at in block.query_at),
-        key_at=tuple(at + key * block.key_step for at in block.key_at), is_first=False,
-    )  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -364,7 +264,8 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
         lanes.setdefault((block.branch, keys._replace(token=0, rows=0), place), []).append(block)
     found: list[Away] = []
     for blocks in lanes.values():
-        rows, waiting = blocks[0].keys._replace(rows=0), []
+        rows = blocks[0].keys._replace(rows=0)
+        waiting: list[Block] = []
         for block in sorted(blocks, key=lambda block: block.keys.token):
             if waiting and block.keys.token > rows.token + rows.rows * rows.row_step:
                 found.append(_packed(rows, waiting))

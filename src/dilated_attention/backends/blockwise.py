@@ -26,7 +26,8 @@ from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
 from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
-from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan, without_bands
+from dilated_attention.bands import without_bands
+from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
 from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_

@@ -1,0 +1,98 @@
+"""Blocks with bands, cut for kernels that know none; and blocks whose keys lie elsewhere: pair by pair."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import dilated_attention as da
+from dilated_attention import bands
+from dilated_attention.blocks import Block, View, away
+from dilated_attention.branches import KINDS
+from dilated_attention.call import Call
+from dilated_attention.pattern import Counts
+from dilated_attention.reference import key_counts
+from tests.test_branches import drawn
+
+SHAPE = 2, 160, 2, 1  # samples, tokens, heads
+
+
+def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor) -> Counter[tuple[int, int]]:
+    """How often the block shows each pair of entries."""
+    mine, theirs = block.queries.of(rows)[..., 0], block.keys.of(keys)[..., 0]
+    distance = torch.arange(theirs.shape[1]) - torch.arange(mine.shape[1])[:, None]
+    shown = torch.ones_like(distance, dtype=torch.bool)
+    if block.low is not None:
+        shown &= distance >= block.low
+    if block.high is not None:
+        shown &= distance <= block.high
+    for branch in block.but:
+        first = block.sequence[0]
+        at = torch.arange(mine.shape[1])[:, None] * block.query_step + block.query_at[0] - first
+        key = torch.arange(theirs.shape[1]) * block.key_step + block.key_at[0] - first
+        shown &= ~branch.sees(block.head_numbers[0], at, key)
+    grid = torch.broadcast_tensors(mine[:, :, None], theirs[:, None], shown[None, :, :, None])
+    return Counter(zip(*(x[grid[2]].tolist() for x in grid[:2]), strict=True))
+
+
+def draw_block(draw: random.Random, but: tuple[da.Branch, ...]) -> Block:
+    batch = draw.choice([(1, 1), (2, 1), (1, 2), (1, 3)])
+    heads, step, shift = draw.choice([(1, 1, 0), (2, 2, 0), (2, 1, 1)])
+    views = [View(0, batch[0], at, batch[1], 48, draw.randint(1, 20), step, 0, heads, 1, shift) for at in (5, 7)]
+    low, high = sorted(draw.randint(-22, 22) for _ in range(2))
+    limits: dict[str, Any] = {"low": draw.choice([None, low]), "high": draw.choice([None, high])}
+    starts = [tuple(view.token + h * shift for h in range(heads)) for view in views]
+    return Block(0, step, step, *views, **limits, query_at=starts[0], key_at=starts[1], segment=0, but=but)
+
+
+@pytest.mark.parametrize("but", [(), (da.Prefix(1),)], ids=["", "but"])
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_a_band(seed: int, but: tuple[da.Branch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, index = random.Random(seed), torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)
+    monkeypatch.setattr(bands, "LEAST", draw.randint(1, 3))
+    monkeypatch.setattr(bands, "MASKED", draw.randint(3, 8))
+    for _ in range(10):
+        block = draw_block(draw, but)
+        found: Counter[tuple[int, int]] = Counter()
+        for part in bands.without_bands(block):
+            assert not part.has_mask or max(part.queries.rows, part.keys.rows) <= bands.MASKED
+            assert part.but == but
+            assert not but or part.heads * part.batch == 1
+            assert part.queries.token - part.query_at[0] == block.queries.token - block.query_at[0]
+            found += pairs(part, index, index)
+        assert found == pairs(block, index, index), block
+
+
+@pytest.mark.parametrize("counts", ["once", "sum"])
+@pytest.mark.parametrize("seed", range(60))
+def test_keys_that_lie_elsewhere(seed: int, counts: Counts) -> None:
+    """Every pair of the call's queries with the keys of another place, each as often as the oracle counts it."""
+    draw = random.Random(seed)
+    n, heads, samples = draw.randint(8, 40), draw.randint(1, 4), draw.randint(1, 2)
+    pattern = da.Pattern([drawn(draw.choice([*KINDS]), n, draw) for _ in range(draw.randint(1, 3))], counts=counts)
+    borders = sorted(draw.sample(range(n + 1), 4))
+    ends = (0, draw.randint(1, n), n) if draw.random() < 0.3 else ()
+    call = Call(
+        pattern, is_causal=draw.random() < 0.5, samples=samples, heads=heads, kv_heads=heads, total=n,
+        start=borders[0], queries=borders[1] - borders[0], key_start=borders[0], keys=borders[1] - borders[0],
+        cu_seqlens=tuple(sorted(set(ends))), in_parts=True,
+    )  # fmt: skip
+    first, count = borders[2], borders[3] - borders[2]
+    rows, keys = (torch.arange(samples * x * heads).view(samples, x, heads, 1) for x in (call.queries, count))
+    found: Counter[tuple[int, int]] = Counter()
+    for part in away(call, first, count):
+        packed = part.rows.of(keys).contiguous()
+        for block in part.blocks:
+            for plain in bands.without_bands(block):
+                found += pairs(plain, rows, packed)
+    each, _ = key_counts(pattern, n, heads, None, call.is_causal, 1, torch.ones(0).int(), call.cu_seqlens or None)
+    shown = each.sum((0, 1))[:, call.start : call.start + call.queries, first : first + count]
+    wanted: Counter[tuple[int, int]] = Counter()
+    for sample, (head, query, key) in itertools.product(range(samples), shown.nonzero().tolist()):
+        wanted[int(rows[sample, query, head]), int(keys[sample, key, head])] += int(shown[head, query, key])
+    assert found == wanted
