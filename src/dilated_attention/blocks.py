@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -305,30 +305,40 @@ def _blocks(
     call: Call, index: int, heads: list[int], sample: int, fold: bool, is_first: bool, elsewhere: SegmentHeads
 ) -> Iterator[Block]:  # fmt: skip
     """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one."""
-    found: dict[Hashable, list[Place]] = {}
-    listed: list[list[tuple[int, Place]]] = []
+    found: dict[Hashable, dict[int, Place]] = {}
+    listed: dict[int, dict[int, Place]] = {}
     for head in heads:
         alike = call.pattern.looks(call.first_head + head, call.held.total)
         if alike not in found:
-            found[alike] = list(_places(call, index, call.first_head + head))
-        for at, place in enumerate(found[alike]):
-            if (index, place.segment, head) not in elsewhere and not place.rect.is_empty:
-                listed += [[] for _ in range(at + 1 - len(listed))]
-                listed[at].append((head, place))
-    blocks: dict[Hashable, Block] = {}
-    for places in listed:
-        rects = dict(places)
-        starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places]
-        shapes = {head: _shape(place) for head, place in places}
+            found[alike] = _joined(_places(call, index, call.first_head + head))
+        for number, place in found[alike].items():
+            if (index, place.segment, head) not in elsewhere:
+                listed.setdefault(number, {})[head] = place
+    for places in listed.values():
+        starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places.items()]
+        shapes = {head: _shape(place) for head, place in places.items()}
         for run in head_runs(starts, shapes.__getitem__, call.q_per_kv):
-            place = rects[run.first[0]]
-            for block in _of_run(call, index, run, place, sample, fold, is_first):
-                key = _kind(block)
-                joined = _joined(blocks[key], block) if key in blocks else None
-                if key in blocks and joined is None:
-                    yield blocks[key]
-                blocks[key] = joined or block
-    yield from blocks.values()
+            yield from _of_run(call, index, run, places[run.first[0]], sample, fold, is_first)
+
+
+def _joined(places: Iterable[Place]) -> dict[int, Place]:
+    """The places by number, as heads have them in one order; those that continue another are repeats of it."""
+    found: dict[int, Place] = {}
+    latest: dict[Hashable, int] = {}
+    for number, place in enumerate(places):
+        rect = place.rect
+        if rect.is_empty:
+            continue
+        distances = rect.keys.start - rect.queries.start, rect.queries.start - place.segment
+        kind = rect.queries[1:], rect.keys[1:], distances, rect[2:4], place.zeros, place.but and place.sequence
+        before = found.get(latest.get(kind, -1))
+        joined = before and before.rect.followed_by(rect)
+        if before and joined:
+            found[latest[kind]] = before._replace(rect=joined)
+        else:
+            found[number] = place
+            latest[kind] = number
+    return found
 
 
 def _places(call: Call, index: int, head: int) -> Iterator[Place]:
@@ -393,28 +403,6 @@ def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
     assert step == key_step or min(rect.queries.length, rect.keys.length) == 1
     low = None if rect.low is None else -((key - start - rect.low) // step)
     return low, None if rect.high is None else (rect.high - key + start) // step
-
-
-def _kind(block: Block) -> Hashable:
-    """What blocks share that may be one."""
-    first = block.query_at[0]
-    distances = tuple(at - first for at in (*block.query_at, *block.key_at))
-    views = tuple(view._replace(token=0, segments=0, segment_step=0) for view in (block.queries, block.keys))
-    step = block.queries.segments > 1 and block.queries.segment_step
-    return (*views, block.low, block.high, distances, block.zeros, step, block.but and block.sequence)
-
-
-def _joined(block: Block, other: Block) -> Block | None:
-    """Both as one, where the other continues the first at the same distance; one sample each, or no fold."""
-    mine, step = block.queries, other.query_at[0] - block.query_at[0]
-    if mine.samples > 1:
-        return None
-    each = step if mine.segments == 1 else mine.segment_step
-    if step != each * mine.segments or other.segment - block.segment != step:
-        return None
-    segments = mine.segments + other.queries.segments
-    queries, keys = (view._replace(segments=segments, segment_step=each) for view in (block.queries, block.keys))
-    return block._replace(queries=queries, keys=keys)
 
 
 def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, int]]:

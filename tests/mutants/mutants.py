@@ -113,8 +113,7 @@ MUTANTS = [
     M("cut-block-takes-other-packed-rows", "A block that is cut by grouped heads has the packed rows of other heads.",
       "blocks.py", "packed.part(first, stop - first, head * q_per_kv,", "packed.part(first, stop - first, head,"),
     M("what-others-compute-is-computed-twice", "In an alltoall a rank also computes what another one computes.",
-      "blocks.py", "if (index, place.segment, head) not in elsewhere and not place.rect.is_empty:",
-      "if not place.rect.is_empty:"),
+      "blocks.py", "if (index, place.segment, head) not in elsewhere:", "if True:"),
     M("tail-of-one-token-lost", "A last segment of a single token is not computed.", "branches/base.py",
       "    while first < queries.stop:\n", "    while first + (first % width == 0 < first) < queries.stop:\n"),
     M("rows-in-no-branch-left-unwritten", "Rows in no branch are not filled where the smallest rate is 2.",
@@ -210,7 +209,7 @@ MUTANTS = [
     M("packed-section-of-the-one-before", "A program of packed sequences takes the section before its own.",
       "backends/triton/tiles.py", "(firsts <= index)", "(firsts < index)"),
     M("packed-pieces-joined-at-any-distance", "Equal segments of packed sequences are one block at unequal distances.",
-      "blocks.py", "step != each * mine.segments or ", ""),
+      "branches/base.py", "step != period * self.repeats or ", ""),
     # --- the attention kernels ----------------------------------------------------------------------------------
     M("continue-ignored", "A later launch forgets what earlier ones found.", "backends/triton/whole_call.py",
       "(index > 0, fills(nests, index), has_dlse)", "(index > 0 and len(strides) > 3, fills(nests, index), has_dlse)"),

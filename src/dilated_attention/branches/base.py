@@ -114,6 +114,14 @@ class Rect(NamedTuple):
         count = stop - first
         return self.moved(first * self.period)._replace(repeats=count, period=self.period if count > 1 else 0)
 
+    def followed_by(self, other: Rect) -> Rect | None:
+        """Both as one, if the other, of the same shape, comes a period later."""
+        step = other.queries.start - self.queries.start
+        period = self.period if self.repeats > 1 else step
+        if step != period * self.repeats or (other.repeats > 1 and other.period != period):
+            return None
+        return self._replace(repeats=self.repeats + other.repeats, period=period)
+
     def turned(self) -> Rect:
         """The keys as queries, and the queries as keys."""
         low, high = (None if x is None else -x for x in (self.high, self.low))
