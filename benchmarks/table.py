@@ -98,10 +98,9 @@ def measure(folder: Path, commit: str | None) -> None:
 
     from dilated_attention.bench import machine
     from dilated_attention.bench.implementations import named
-    from dilated_attention.bench.pace import Lines
     from dilated_attention.bench.session import Session
 
-    session = Session(torch.device("cuda"), (torch.bfloat16,), watch=Lines(), seconds=1.0, commit=commit)
+    session = Session(torch.device("cuda"), (torch.bfloat16,), seconds=1.0, commit=commit)
     session.limit_ms = 30_000.0
     steps = [
         session.comparing(SUITE, named(*(x for x in NAMES if n in ONLY_AT.get(x, MEASURED))), session.setting(n))

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 LENGTHS = [1024, 2048, 4096, 8192]
-WRONG, NO_GRADIENTS = "index by mask", "gather-pad-scatter"
+WRONG, NO_GRADIENTS = "index [by mask]", "gather-pad-scatter"
 WHO = {  # kind, rule, ours, ranks, ms for 1024 tokens, growth when the length doubles
     "dense SDPA": ("baseline", "dense", False, 1, 1.0, 4.0),
     "longnet, auto": ("function", "longnet", True, 1, 0.9, 2.0),

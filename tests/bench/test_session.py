@@ -14,7 +14,6 @@ import torch
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import machine, suites
 from dilated_attention.bench.implementations import named
-from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.results import load
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
@@ -27,19 +26,21 @@ SMALL = ((32, 64), (1, 2))
 SHORT = DilatedPattern.longnet([16, 32, 64], [1, 2, 4])
 
 
-class Noting(Lines):
+class Noting:
+    """Notes what it is told: (what, share of the run) of what begins, and what has ended."""
+
     def __init__(self) -> None:
         self.steps, self.said = list[tuple[str, float]](), list[str]()
 
-    def step(self, text: str, share: float, left: float | None = None) -> None:
-        self.steps.append((text, share))
+    def __call__(self, text: str, share: float | None = None) -> None:
+        if share is None:
+            self.said.append(text)
+        else:
+            self.steps.append((text, share))
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
-
-def started(watch: Any = None) -> Session:
-    return Session(CPU, (torch.float32, torch.float16), watch=watch, seconds=0.0, commit="abc")
+def started(**more: Any) -> Session:
+    return Session(CPU, (torch.float32, torch.float16), seconds=0.0, commit="abc", **more)
 
 
 def small_step(one: Session, *names: str) -> Step:
@@ -58,7 +59,7 @@ def table_of(made: Session, title: str = "") -> list[list[Any]]:
 def test_results_are_saved_after_every_step_and_carry_what_a_number_needs(tmp_path: Path) -> None:
     saved: list[dict[str, Any]] = []
     watch = Noting()
-    one = started(watch)
+    one = started(watch=watch)
     planned = [small_step(one, "head_groups, sdpa", "attention over heads"), small_step(one, "longnet, sdpa")]
     results = one.run({"suite": planned}, lambda found: saved.append(copy.deepcopy(found)))
     assert [(len(x["measurements"]), x["complete"]) for x in saved] == [(4, False), (6, False), (6, True)]

@@ -17,7 +17,7 @@ def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) 
     file.write_text(json.dumps(results))
     code, out, err = run("report", file)
     assert (code, err) == (0, "")
-    assert "longnet, sdpa" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "longnet, auto" in (tmp_path / "index.html").read_text(encoding="utf-8")
     assert {file.name for file in (tmp_path / "plots").iterdir()} >= {"time.svg", "time.png"}
     assert f"written: {tmp_path / 'index.html'}" in out
     assert json.loads(file.read_text()) == results

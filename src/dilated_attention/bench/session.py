@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilated_attention.bench import machine, probes, runners
 from dilated_attention.bench.conclude import conclusions
-from dilated_attention.bench.pace import Lines
+from dilated_attention.bench.pace import log
 from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.results import DIRECTIONS, SCHEMA, Record, far_off, milliseconds
 from dilated_attention.bench.run import Call, Check, Expected, Measure, Timing, interleave, time_calls
@@ -50,14 +50,14 @@ class Session:
         device: torch.device,
         dtypes: Sequence[torch.dtype],
         *,
-        watch: Lines | None = None,
+        watch: Callable[..., None] = log,
         seconds: float | None = None,
         commit: str | None = None,
     ) -> None:
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
         self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
         self.options: dict[str, Any] = {"dtype": dtypes[0], "device": device}
-        self.watch, self.load = watch or Lines(), machine.Load()
+        self.watch, self.load = watch, machine.Load()
         default, self.limit_ms = (2.0, 2000.0) if self.on_cuda else (3.0, 4000.0)
         self.seconds = default if seconds is None else seconds
         self.share = 0.0  # of the run that is done
@@ -106,7 +106,7 @@ class Session:
         table: Record = {"suite": suite, "title": title, "note": note, "columns": [*columns], "rows": []}
 
         def add(text: str, found: Rows) -> None:
-            self.watch.step(text, self.share)
+            self.watch(text, self.share)
             for row in found():
                 if not table["rows"]:
                     self.results["tables"].append(table)
@@ -148,7 +148,7 @@ class Session:
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in DIRECTIONS}
         measures: dict[tuple[str, str], Measure] = {}
         for one in which:
-            self.watch.step(f"{setting.tokens:,} tokens: checking {one.name}", self.share)
+            self.watch(f"{setting.tokens:,} tokens: checking {one.name}", self.share)
             mine = {way: records[one.name, way] for way in DIRECTIONS}
             try:
                 found = self._prepare(one, setting, mine)
@@ -156,7 +156,7 @@ class Session:
                 _fail(mine.values(), error)
                 continue
             measures |= {(one.name, way): partial(_guarded, measure, mine[way]) for way, measure in found.items()}
-        self.watch.step(f"{setting.tokens:,} tokens: timing", self.share)
+        self.watch(f"{setting.tokens:,} tokens: timing", self.share)
         # from so long a call on once may be enough, as long calls vary little
         slow_ms = 100.0 if setting.on_cuda else 1000.0
         for key, timing in interleave(measures, seconds=self.seconds, least=ROUNDS, slow_ms=slow_ms).items():
@@ -166,7 +166,7 @@ class Session:
                 self._speed[_speed_key(record)] = timing.median / record["flops"]
         for one in which:
             told = [f"{way.replace('_', ' + ')} {_told(records[one.name, way])}" for way in DIRECTIONS]
-            self.watch.say(f"{setting.tokens:,} tokens, {one.name}: {', '.join(told)}")
+            self.watch(f"{setting.tokens:,} tokens, {one.name}: {', '.join(told)}")
         self.results["measurements"] += records.values()
         self._expected.clear()
         runners.release({one.ranks for one in which})

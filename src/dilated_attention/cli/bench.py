@@ -59,7 +59,7 @@ OPTIONS = (
 def run(given: Namespace) -> int:
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import suites
-    from dilated_attention.bench.pace import Lines
+    from dilated_attention.bench.pace import log
 
     with options.refusing():
         names = suites.named(given.suite or ["quick"])
@@ -70,7 +70,7 @@ def run(given: Namespace) -> int:
     kept, is_pretty = suites.Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
     if is_pretty:
         from dilated_attention.cli.output import watching
-    with watching() if is_pretty else nullcontext(Lines()) as watch:
+    with watching() if is_pretty else nullcontext(log) as watch:
         code = kept.run(names, where, dtypes, watch=watch, seconds=given.seconds, commit=given.commit)
     if kept.results is None:
         print("interrupted before anything was measured: nothing was written")

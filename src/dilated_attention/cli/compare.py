@@ -11,11 +11,11 @@ Example: dilated-attention compare before/results.json report
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dilated_attention.bench.results import load, with_ranks
+from dilated_attention.bench.results import load, setting, with_ranks
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.cli.report import RESULTS
@@ -50,14 +50,7 @@ def run(given: Namespace) -> int:
 def _print(screen: Console, regression: Regression) -> None:
     """What is the same is only counted."""
     from dilated_attention.cli.output import print_table
-    from dilated_attention.cli.tables import checked_as, direction, print_groups, styled, titled
-
-    def row(change: Change) -> list[Any]:
-        before, after = change.before, change.after
-        times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in (before, after)]
-        interval = "" if change.low is None else f"{change.low:.2f}–{change.high:.2f}"
-        ratio, memory = ("" if x is None else f"{x:.2f}" for x in (change.ratio, change.memory))
-        return [with_ranks(before), direction(before), *times, ratio, interval, memory, styled(change.verdict)]
+    from dilated_attention.cli.tables import checked_as
 
     if regression.origins:
         print_table(screen, "where they come from", ["", "<before", "<after"], regression.origins)
@@ -65,13 +58,26 @@ def _print(screen: Console, regression: Regression) -> None:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
     for x in regression.verdicts:
         screen.print(f"{checked_as(x.before)} {x.verdict}: {x.before['verdict']}, now {x.after['verdict']}")
-    told = [change for change in regression.changes if change.verdict != "same"]
+    tables: dict[str, list[list[str]]] = defaultdict(list)
+    for change in regression.changes:
+        if change.verdict != "same":
+            tables[f"{setting(change.before)}, {change.before['tokens']:,} tokens"].append(_row(change))
     columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
-    print_groups(screen, lambda change: titled(change.before), told, columns, row)
+    for title, rows in tables.items():
+        print_table(screen, title, columns, rows)
     for title, records in (("before", regression.only_before), ("after", regression.only_after)):
         for name, number in Counter(f"{x['suite']}: {x['implementation']}" for x in records).items():
             screen.print(f"only {title}: {name}, {number} measurements")
     screen.print(f"\n{summary(regression)}")
+
+
+def _row(change: Change) -> list[str]:
+    who = [with_ranks(change.before), change.before["direction"].replace("_", " + ")]
+    both = (change.before, change.after)
+    times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in both]
+    figures = (change.ratio, change.low, change.high, change.memory)
+    ratio, low, high, memory = ("" if x is None else f"{x:.2f}" for x in figures)
+    return [*who, *times, ratio, low and f"{low}–{high}", memory, change.verdict]
 
 
 def summary(regression: Regression) -> str:

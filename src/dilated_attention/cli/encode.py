@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from dilated_attention.cli.options import count, flag, option
 from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:
-    from dilated_attention.bench.pace import Lines
     from dilated_attention.slides.encode import Job
 
 OPTIONS = (
@@ -121,8 +120,8 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
 
     outcome, start, code = work.Outcome(), time.monotonic(), 130
     try:
-        with watching() as bar, suppress(KeyboardInterrupt):
-            work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
+        with watching() as watch, suppress(KeyboardInterrupt):
+            work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, watch))
             code = 0
         rows = work.write_table(job, outcome, table)
         code = code or int(bool(outcome.failed))
@@ -142,6 +141,6 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     return code
 
 
-def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> None:
+def _step(watch: Callable[..., None], slides: int, tiles: int, share: float, seconds: float) -> None:
     pace = f", {number_text(tiles / seconds)} tiles/s" if tiles else ""
-    bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)
+    watch(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from dilated_attention.bench.pace import Lines
+from dilated_attention.bench.pace import log
+from dilated_attention.bench.regress import TOO_SLOW
 from dilated_attention.units import seconds_text
 
+STYLES = {
+    **dict.fromkeys(("exact", "right", "faster"), "green"), "skipped": "dim", "unclear": "yellow",
+    **dict.fromkeys(("wrong", "slower", "out of memory", TOO_SLOW), "bold red"),
+}  # fmt: skip
 WIDE = 160  # where nobody's window says how wide: tables are not folded, and lines are not cut anyway
 
 
@@ -33,14 +38,14 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def print_table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+def print_table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """The first column is to be read, the others are numbers to the right; but one that starts with < is read, too."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, name in enumerate(columns):
         is_read = not index or name.startswith("<")
         made.add_column(name.removeprefix("<"), justify="left" if is_read else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in row))
     screen.print(Text(f"\n{title}", "bold"))
     screen.print(made, soft_wrap=False)
 
@@ -63,29 +68,24 @@ def print_written(screen: Console, folder: Path, files: Sequence[Path]) -> None:
             screen.print(f"written: {file}")
 
 
-class Bar(Lines):
-    """One line that changes, and above it what stays."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.task = progress, progress.add_task("starting", total=1.0)
-
-    def step(self, text: str, share: float, left: float | None = None) -> None:
-        remaining = "" if left is None else f"{seconds_text(max(1.0, round(left)))} left  "
-        self.progress.update(self.task, completed=share, description=remaining + text)
-
-    def say(self, text: str) -> None:
-        self.progress.console.print(text)
-
-
 @contextmanager
-def watching() -> Iterator[Lines]:
+def watching() -> Iterator[Callable[..., None]]:
+    """A function as `log`: on a terminal one line that changes, and above it what stays."""
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield Lines()
+        yield log
         return
     one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what room the others leave
     said = TextColumn("{task.description}", markup=False, table_column=one_line)
-    with Progress(
-        BarColumn(bar_width=20), TimeElapsedColumn(), said, console=screen, transient=True, expand=True
-    ) as progress:
-        yield Bar(progress)
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), said)
+    with Progress(*columns, console=screen, transient=True, expand=True) as progress:
+        bar = progress.add_task("starting", total=1.0)
+
+        def watch(text: str, share: float | None = None, left: float | None = None) -> None:
+            if share is None:
+                progress.console.print(text)
+                return
+            remaining = "" if left is None else f"{seconds_text(max(1.0, round(left)))} left  "
+            progress.update(bar, completed=share, description=remaining + text)
+
+        yield watch

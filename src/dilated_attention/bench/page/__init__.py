@@ -1,7 +1,11 @@
 """The page of the report: one file that needs nothing else, works from a disk, and lets nothing in or out.
 
 Tables are plain HTML, so they are there without JavaScript. Jinja2 escapes every text of the results. The plot is drawn
-by Vega, whose script is in the page; page.js gives it the points that the reader asks for.
+by Vega, whose script is in the page; page.js gives it the points that the reader asks for. `cli.tables` prints some of
+the tables, too.
+
+Legend: a column whose name begins with < is to be read, and the others, but for the first, hold numbers. In a cell,
+whatever follows a line break is small.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ ENVIRONMENT = {
     "date": "date", "command": "command", "commit": "commit", "dirty": "uncommitted changes", "device": "device",
     "cpu": "CPU", "cores": "cores", "threads": "threads", "load": "load at the start", "system": "system",
 }  # fmt: skip
-USES = ["use case", "use", "measured", "equally fast", "next best"]
-CLAIMS = {"claim": "claim", "claimed": "claimed", "ours": "measured here", "holds": "holds", "how": "how"}
+USES = ["use case", "<use", "<measured", "<equally fast", "<next best"]
+CLAIMS = {"claim": "claim", "claimed": "<claimed", "ours": "<measured here", "holds": "<holds", "how": "<how"}
 Row = Sequence[Any]
 
 
@@ -71,9 +75,9 @@ def page(results: Record) -> str:
         directions=plots.DIRECTIONS,
         settings=settings,
         questions=QUESTIONS,
-        recommendations=_table("Which one should I use?", USES, map(_recommendation, results["recommendations"])),
+        recommendations=recommendations(results),
         aliases=sorted(set(ONE_FUNCTION) & {one["implementation"] for one in measurements}),
-        suites=_suites(results),
+        suites=suites(results),
         checks=_checks(results["checks"]),
         claims=_table("Claims", [*CLAIMS.values()], claims),
         environment=_environment(results),
@@ -82,27 +86,26 @@ def page(results: Record) -> str:
 
 def _prose(value: object) -> Markup:
     """Text in which names stand between backticks."""
-    if isinstance(value, Markup):
-        return value
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(cell_text(value)))))
+    text = re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(cell_text(value))))
+    return Markup(re.sub(r"\n(.+)", r"<br><small>\1</small>", text))
 
 
 # --- what the tables hold ---------------------------------------------------------------------------------------
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Row], note: str | None = "") -> Record:
-    """Columns with numbers are marked: they are set to the right."""
-    rows = [*rows]
-    is_number = [any(isinstance(row[i], int | float | Markup) for row in rows) for i in range(len(columns))]
-    return {"title": title, "note": note, "columns": [*zip(columns, is_number, strict=True)], "rows": rows}
+    return {"title": title, "note": note, "columns": columns, "rows": [*rows]}
 
 
-def _recommendation(one: Record) -> Row:
-    behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
-    return [one["use_case"], f"`{code_of(one['best'])}`", one["value"], ", ".join(one["ties"]), behind]
+def recommendations(results: Record) -> Record:
+    rows = []
+    for one in results["recommendations"]:
+        behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
+        rows.append([one["use_case"], f"`{code_of(one['best'])}`", one["value"], ", ".join(one["ties"]), behind])
+    return _table("Which one should I use?", USES, rows)
 
 
-def _suites(results: Record) -> list[Record]:
+def suites(results: Record) -> list[Record]:
     """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
     tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
     settings: dict[tuple[str, str], list[Record]] = defaultdict(list)
@@ -111,8 +114,10 @@ def _suites(results: Record) -> list[Record]:
     for (suite, title), mine in settings.items():
         tables.setdefault(suite, []).append(_of_setting(title, mine))
     for one in results["tables"]:
-        made = _table(*(one[name] for name in ("title", "columns", "rows", "note")))
-        tables.setdefault(one["suite"], []).append(made)
+        cells = zip(*one["rows"], strict=True)
+        is_number = [any(isinstance(cell, int | float) for cell in column) for column in cells]
+        names = [name if number else f"<{name}" for name, number in zip(one["columns"], is_number, strict=True)]
+        tables.setdefault(one["suite"], []).append({**one, "columns": names})
     return [{"question": QUESTIONS.get(name, name), "suite": name, "tables": x} for name, x in tables.items() if x]
 
 
@@ -133,15 +138,15 @@ def _of_setting(title: str, measurements: Sequence[Record]) -> Record:
     return _table(title, ["tokens", *columns], rows, " ".join([*dict.fromkeys(notes), *reasons.values()]))
 
 
-def _cell(passes: dict[str, Record]) -> Markup:
+def _cell(passes: dict[str, Record]) -> str:
     """Both passes; in words where neither was measured."""
     nothing = {"status": "–", "ms": None, "peak_bytes": None}
     both = [passes.get(name, nothing) for name in plots.DIRECTIONS]
     times = [milliseconds(one["ms"]) if one["ms"] else one["status"] for one in both]
     sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
-        return escape(times[0])
-    return Markup("{} / {}<br><small>{} / {}</small>").format(*times, *sizes)
+        return times[0]
+    return "{} / {}\n{} / {}".format(*times, *sizes)
 
 
 def _checks(checks: Iterable[Record]) -> dict[str, Record]:
@@ -154,7 +159,7 @@ def _checks(checks: Iterable[Record]) -> dict[str, Record]:
         bad = [check for check in mine if check["verdict"] != "exact"]
         shown = bad or mine
         found["wrong" if bad else "right"].append([name, shown[0]["verdict"], _worst(shown), shown[0]["why"]])
-    columns = ["implementation", "verdict", "largest error for its limit", "why"]
+    columns = ["implementation", "<verdict", "<largest error for its limit", "<why"]
     return {kind: _table(kind, columns, rows) for kind, rows in found.items() if rows}
 
 
