@@ -310,7 +310,7 @@ def _blocks(
     for head in heads:
         alike = call.pattern.looks(call.first_head + head, call.held.total)
         if alike not in found:
-            found[alike] = _joined(_places(call, index, call.first_head + head))
+            found[alike] = _joined(_places(call, index, call.first_head + head), apart=bool(elsewhere))
         for number, place in found[alike].items():
             if (index, place.segment, head) not in elsewhere:
                 listed.setdefault(number, {})[head] = place
@@ -321,8 +321,8 @@ def _blocks(
             yield from _of_run(call, index, run, places[run.first[0]], sample, fold, is_first)
 
 
-def _joined(places: Iterable[Place]) -> dict[int, Place]:
-    """The places by number, as heads have them in one order; those that continue another are repeats of it."""
+def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
+    """The places by number, in which heads agree. Unless ``apart``, one that continues another repeats it."""
     found: dict[int, Place] = {}
     latest: dict[Hashable, int] = {}
     for number, place in enumerate(places):
@@ -332,7 +332,7 @@ def _joined(places: Iterable[Place]) -> dict[int, Place]:
         distances = rect.keys.start - rect.queries.start, rect.queries.start - place.segment
         kind = rect.queries[1:], rect.keys[1:], distances, rect[2:4], place.zeros, place.but and place.sequence
         before = found.get(latest.get(kind, -1))
-        joined = before and before.rect.followed_by(rect)
+        joined = not apart and before and before.rect.followed_by(rect)
         if before and joined:
             found[latest[kind]] = before._replace(rect=joined)
         else:
