@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -69,6 +69,8 @@ class Pattern:
 
     __slots__ = ("counts", "listed", "text")
 
+    needs_masks: ClassVar[bool] = True  # some blocks have pairs that do not count, but for those of a causal call
+    shows_itself: ClassVar[bool] = False  # each query of a branch sees itself there
     listed: tuple[Branch, ...]
     counts: Counts
     text: str  # the pattern in one string, which compilers check fast
@@ -134,16 +136,6 @@ class Pattern:
         return True
 
     @property
-    def needs_masks(self) -> bool:
-        """Whether some blocks have pairs that do not count, but for those of a causal call. Internal."""
-        return True
-
-    @property
-    def shows_itself(self) -> bool:
-        """Whether each query of a branch sees itself there. Internal."""
-        return False
-
-    @property
     def adds_zeros(self) -> bool:
         """Whether zero keys fill up segments with fewer rows than others. Internal."""
         return False
@@ -162,7 +154,7 @@ class Pattern:
         """In which branches are computed: those that are summed the densest first. Internal."""
         if self.counts == "once":
             return [*range(len(self.listed))]
-        rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self.listed]
+        rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self._resolved(1)]
         return sorted(range(len(rates)), key=rates.__getitem__)
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
@@ -313,6 +305,8 @@ class DilatedPattern(Pattern):
         320
     """
 
+    needs_masks: ClassVar[bool] = False
+    shows_itself: ClassVar[bool] = True
     rule: Rule
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -456,14 +450,6 @@ class DilatedPattern(Pattern):
         return _HEAD_RULES[self.rule]
 
     @property
-    def needs_masks(self) -> bool:
-        return False
-
-    @property
-    def shows_itself(self) -> bool:
-        return True
-
-    @property
     def adds_zeros(self) -> bool:
         return self.head_rule.adds_zeros
 
@@ -480,10 +466,6 @@ class DilatedPattern(Pattern):
             offset: Any = index if rule.splits_heads else "head"
             neighbours = max(1, rule.neighbours(num_heads, rate))
             yield Dilated(length, rate, offset, heads=tuple(heads), neighbours=neighbours)
-
-    @property
-    def order(self) -> list[int]:
-        return sorted(range(len(self.dilation_rates)), key=self.dilation_rates.__getitem__)
 
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that have a branch, by its index."""
