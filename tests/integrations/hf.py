@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, StaticCache
 from transformers.models.auto import AutoModelForCausalLM
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Dilated, DilatedPattern, Pattern, Prefix, Window
 from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, register, set_pattern
 from tests.over_ranks import changed
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
+UNION = Pattern([Window(3), Dilated(16, 4), Prefix(2), Window(4, rate=2, heads=[0])])
 OTHER = DilatedPattern.head_groups([6, 20], [1, 2])
 LENGTHS = [20, 13, 7]
 CACHES = [DynamicCache, StaticCache, DilatedCache]
@@ -45,6 +46,11 @@ def config_of(name: str = "llama", pattern: Any = PATTERN, **changes: Any) -> An
     return set_pattern(kind(**{**shape, **changes}), pattern)
 
 
+def patterns_of(name: str) -> tuple[Pattern, ...]:
+    """One per layer, of every kind where no `DilatedCache` is in use."""
+    return (UNION if name in ("mistral", "qwen3") else PATTERN), OTHER
+
+
 def made(config: Any) -> Any:
     register()
     torch.manual_seed(0)
@@ -57,7 +63,7 @@ def made(config: Any) -> Any:
 
 @functools.cache
 def model_of(name: str = "llama") -> Any:
-    return made(config_of(name, (PATTERN, OTHER)))
+    return made(config_of(name, patterns_of(name)))
 
 
 @functools.cache

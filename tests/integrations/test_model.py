@@ -23,6 +23,7 @@ from tests.integrations.hf import (
     OTHER,
     PAD,
     PATTERN,
+    UNION,
     alone,
     batch,
     cache_of,
@@ -48,7 +49,9 @@ def fresh() -> Any:
     return LongNetForCausalLM(LongNetConfig.of(PLAIN)).double()
 
 
-@pytest.mark.parametrize("config", [PLAIN, LMConfig.of("0.6B", PATTERN)], ids=["a", "b"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, LMConfig.of("0.6B", PATTERN), replace(PLAIN, pattern=(UNION, OTHER))], ids="abc"
+)
 def test_a_config_is_the_plain_one(config: LMConfig, tmp_path: Path) -> None:
     LongNetConfig.of(config).save_pretrained(tmp_path)
     register()

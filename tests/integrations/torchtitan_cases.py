@@ -78,3 +78,6 @@ def test_what_is_refused() -> None:
         module(x, x, x, attention_masks=None)
     with pytest.raises(ValueError, match="no window_size"):
         DilatedAttention.Config(segment_lengths=(8,), dilation_rates=(1,), window_size=(4, 0)).build()
+    with pytest.raises(ValueError, match="leave these out"):
+        DilatedAttention.Config(segment_lengths=(8,), dilation_rates=(1,), pattern=PATTERN).build()
+    assert DilatedAttention.Config(pattern=PATTERN).build().pattern == module.pattern

@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Blocks, Dilated, DilatedPattern, Global, Pattern, Window
 from dilated_attention.models import SlideEncoder
 
 DATA = Path(__file__).parents[1] / "data"
 PATTERN = DilatedPattern.torchscale([8, 24, 64], [1, 2, 4])
+UNION = Pattern([Window(3), Dilated(24, 2), Global(1), Blocks(6, [(2, 5), (6, 0)], heads=[1, 3])])
 CLOSE = {"atol": 1e-5, "rtol": 0.0}  # the released code runs in float32
 TILES = torch.randn(2, 41, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 COORDS = torch.randint(0, 999, (2, 41, 2), generator=torch.Generator().manual_seed(1)) * 256

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dilated_attention import reference
 from dilated_attention.models import AttentionMap, SlideEncoder
-from tests.models.golden import COORDS, PATTERN, TILES, small
+from tests.models.golden import COORDS, PATTERN, TILES, UNION, small
 from tests.over_ranks import changed
 
 ONE, PLACES = TILES[:1], COORDS[:1]
 
 
 def model(**options: Any) -> SlideEncoder:
-    return changed(small(pattern=PATTERN, depth=3, **options).double())
+    return changed(small(**{"pattern": PATTERN, "depth": 3} | options).double())
 
 
 @torch.no_grad()
@@ -43,15 +43,18 @@ def joined(found: AttentionMap) -> Tensor:
 close = functools.partial(torch.testing.assert_close, atol=1e-13, rtol=1e-12)
 
 
+@pytest.mark.parametrize("pattern", [PATTERN, UNION])
 @pytest.mark.parametrize("query", ["cls", 0, np.int64(7), 22, 40])
-def test_a_map_is_a_row_of_the_matrix(query: Any) -> None:
-    encoder = model()
+def test_a_map_is_a_row_of_the_matrix(query: Any, pattern: Any) -> None:
+    encoder = model(pattern=pattern)
     wanted = torch.stack(dense(encoder))
     row = 0 if query == "cls" else query + 1
     found = encoder.attention_map(ONE, PLACES, query, layer=None)
     close(joined(found), wanted[:, :, row])
     close(joined(found).sum(-1) + found.zeros, torch.ones(3, 4, dtype=torch.float64))
-    assert bool(found.zeros.any()) == (query in (22, 40))  # where 42 tokens do not fill a segment
+    assert bool(found.zeros.any()) == (
+        pattern is PATTERN and query in (22, 40)
+    )  # where 42 tokens do not fill a segment
     for layer, head in ((0, 1), (-1, np.int64(3)), (1, None)):
         some = encoder.attention_map(ONE, PLACES, query, layer=layer, head=head)
         close(joined(some), wanted[layer, slice(None) if head is None else head, row])

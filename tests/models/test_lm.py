@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import dilated_attention as da
 from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
 from dilated_attention.models import (
     LMConfig,
@@ -30,6 +31,7 @@ from dilated_attention.testing import error
 from tests.over_ranks import changed, raised, world
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
+UNION = da.Pattern([da.Window(3), da.Dilated(16, 4), da.Prefix(2), da.Blocks(5, [(6, 1), (2, 4)], heads=[1])])
 SHAPE: dict[str, Any] = {"vocab_size": 19, "dim": 24, "depth": 2, "heads": 4, "pattern": PATTERN}
 SMALL = LMConfig(**SHAPE)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,6 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True, "tied": False, "kv_heads": 1, "pattern": DilatedPattern.longnet([8, 16], [2, 4])},
     "a pattern per layer": {
         "rotary_base": None, "pattern": (PATTERN, DilatedPattern.head_groups([5, 40], [1, 2]))
+    },
+    "unions": {
+        "kv_heads": 2, "pattern": (UNION, da.Pattern([da.Global([0, 7]), da.Strided(3), da.Window(2)], counts="sum"))
     },
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", OPTIONS)
@@ -164,10 +169,11 @@ def test_packed_documents_are_as_each_alone(name: str) -> None:
     assert (shifted(tokens, documents) == IGNORED).nonzero()[:, 1].tolist() == [4, 21, 36]
 
 
+@pytest.mark.parametrize("name", ["sinks", "unions"])
 @torch.no_grad()
-def test_a_pooled_embedding_leaves_padding_out() -> None:
+def test_a_pooled_embedding_leaves_padding_out(name: str) -> None:
     """Also where it is NaN, and of more tokens than half precision can count."""
-    model, tokens = small("sinks", LongNetEncoder), batch()
+    model, tokens = small(name, LongNetEncoder), batch()
     padding = torch.arange(TOKENS) >= torch.tensor([TOKENS, 20])[:, None]
     pooled = model.pooled(tokens, key_padding_mask=padding)
     for sample, length in enumerate((TOKENS, 20)):
@@ -257,7 +263,8 @@ def called(name: str, *given: Any, **options: Any) -> Any:
         ("config", (), {"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
         ("config", (), {"kv_heads": 3}, "cannot be shared evenly"),
         ("config", (), {"depth": 0}, "depth must be 1 or more"),
-        ("config", (), {"pattern": None}, "pattern must be a DilatedPattern"),
+        ("config", (), {"pattern": None}, "pattern must be a Pattern"),
+        ("config", (), {"pattern": da.Pattern([da.Window(3, heads=[4])])}, "for key/value head 4, and there are 4"),
         ("forward", (batch(),), {"cu_seqlens": [0, 5, TOKENS]}, "one row, "),
         ("forward", (batch(),), {"positions": torch.arange(3)}, "positions must be"),
         ("forward", (batch(), batch()[:, 1:]), {}, "labels are"),
@@ -353,7 +360,7 @@ def greedy(model: Any, prompt: Tensor, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefill"), [*[(name, 1000) for name in OPTIONS], ("paper", 6), ("sinks", 1)], ids=str
+    ("name", "prefill"), [*[(name, 1000) for name in OPTIONS if name != "unions"], ("paper", 6), ("sinks", 1)], ids=str
 )
 def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None:
     """Prompts of different lengths; together they go over more than two of the longest segments."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-import dilated_attention
-from dilated_attention import models
+import dilated_attention as da
+from dilated_attention import models, reference
 from dilated_attention.models import PRESETS, SlideEncoder, layers, parts, slide_pattern
-from tests.models.golden import CLOSE, SLIDES, golden, slide_encoder, small
+from tests.models.golden import CLOSE, COORDS, SLIDES, TILES, UNION, golden, gradients, slide_encoder, small
+from tests.over_ranks import changed
 
 SAME = {"atol": 1e-12, "rtol": 1e-12}
 
@@ -48,7 +50,8 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
     ("options", "says"),
     [
         ({"mlp_ratio": 0}, r"embed_dim \* mlp_ratio must be 1 or more, got 0"),
-        ({"pattern": "longnet"}, "pattern must be a DilatedPattern, got 'longnet'"),
+        ({"pattern": "longnet"}, "pattern must be a Pattern or a DilatedPattern, got str"),
+        ({"pattern": da.Pattern([da.Window(3, heads=[4])])}, "for key/value head 4, and there are 4"),
         ({"backend": "best"}, "unknown backend 'best'"),
         ({"checkpoint_activations": "no"}, "checkpoint_activations must be True or False, got 'no'"),
         ({"embed_dim": 30}, "embed_dim must be a multiple of 4"),
@@ -153,6 +156,28 @@ def test_a_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("sizes", [[41, 41], [41, 17]])
+def test_a_union_is_the_oracles(sizes: list[int], tmp_path: Path) -> None:
+    """The class token is seen by all; slides with padding too, and a model that was saved and loaded."""
+    model = changed(small(pattern=UNION).double())
+    models.weights.save(model.state_dict(), tmp_path / "w.safetensors")
+    torch.set_default_dtype(torch.float64)
+    again = SlideEncoder.from_pretrained(tmp_path / "w.safetensors", global_pool=False, num_heads=4, pattern=UNION)
+    torch.set_default_dtype(torch.float32)
+    mask = torch.arange(41) >= torch.tensor(sizes)[:, None]
+    [got] = again(TILES, COORDS, padding_mask=mask if mask.any() else None)
+    got.square().sum().backward()
+
+    def oracle(_: Any, is_causal: bool, *more: Any) -> Any:
+        return reference.attention(*more[-3:], UNION, is_causal=is_causal)
+
+    with mock.patch.object(layers, "attend_whole", oracle):
+        alone = [model(TILES[index, :size], COORDS[index, :size])[0] for index, size in enumerate(sizes)]
+    torch.cat(alone).square().sum().backward()
+    torch.testing.assert_close(got, torch.cat(alone), **SAME)
+    torch.testing.assert_close(gradients(again), gradients(model), atol=1e-10, rtol=1e-10)
+
+
 @pytest.mark.parametrize("global_pool", [False, True])
 @torch.no_grad()
 def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
@@ -193,6 +218,6 @@ def test_public_names_are_documented(name: str) -> None:
     """And their examples run."""
     text = getattr(models, name).__doc__
     assert text.splitlines()[0].endswith(".")
-    names = {"torch": torch, "models": models, "da": dilated_attention}
+    names = {"torch": torch, "models": models, "da": da}
     examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     assert doctest.DocTestRunner().run(examples).failed == 0

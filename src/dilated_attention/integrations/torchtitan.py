@@ -1,6 +1,6 @@
 """Dilated attention as the ``inner_attention`` of torchtitan's attention modules (torchtitan 0.3.0).
 
-    config.layers[i].attention.inner_attention = DilatedAttention.Config(segment_lengths=(...), dilation_rates=(...))
+    config.layers[i].attention.inner_attention = DilatedAttention.Config(pattern=da.Pattern([da.Window(1023), ...]))
 
 It is a kind of torchtitan's VarlenAttention, so torchtitan gives it the borders of packed documents: segments begin
 anew in each document. It does not work with torchtitan's context parallelism, and raises there.
@@ -19,7 +19,7 @@ from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
 from dilated_attention.functional import dilated_attention
-from dilated_attention.pattern import DilatedPattern, Rule
+from dilated_attention.pattern import DilatedPattern, Pattern, Rule
 
 
 class DilatedAttention(VarlenAttention):
@@ -27,15 +27,19 @@ class DilatedAttention(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        segment_lengths: tuple[int, ...]
-        dilation_rates: tuple[int, ...]
+        pattern: Pattern | None = None  # or that of a rule and two lists:
+        segment_lengths: tuple[int, ...] = ()
+        dilation_rates: tuple[int, ...] = ()
         rule: Rule = "longnet"
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)  # VarlenAttention's own would choose a flash attention for the whole process
         if tuple(config.window_size) != (-1, 0):
             raise ValueError(f"dilated attention has no window_size, got {config.window_size}: its pattern replaces it")
-        self.pattern = DilatedPattern.of(config.rule, config.segment_lengths, config.dilation_rates)
+        lists = config.segment_lengths, config.dilation_rates
+        if config.pattern is not None and any(lists):
+            raise ValueError(f"pattern={config.pattern} says segment_lengths and dilation_rates: leave these out")
+        self.pattern = config.pattern or DilatedPattern.of(config.rule, *lists)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float | None = None, **options: Any

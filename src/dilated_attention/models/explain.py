@@ -59,14 +59,15 @@ def attention_map(
 ) -> AttentionMap:
     """``states``: the inputs of each layer."""
     attention, tokens = layers[0].self_attn, states[0].shape[1]
-    row, heads = row_of(query, tokens - 1), attention.num_heads
+    pattern, row, heads = attention.pattern, row_of(query, tokens - 1), attention.num_heads
     which = range(len(layers)) if layer is None else [_index("layer must be", layer, -len(layers), len(layers))]
     some = slice(None) if head is None else _index("head must be", head, -heads, heads)
     counts = torch.empty(heads, tokens + 1, dtype=torch.long)  # how often heads show each key; zero keys are the last
     for index, counted in enumerate(counts):
         asked = {"query": row, "head": index, "num_tokens": tokens, "num_heads": heads}
-        key = torch.tensor(attention.pattern.keys(**asked), dtype=torch.long)
-        counted[:-1], counted[-1] = key.bincount(minlength=tokens), attention.pattern.zero_keys(**asked)
+        key = torch.tensor(pattern.keys(**asked), dtype=torch.long)
+        counted[:-1] = key.bincount(minlength=tokens)
+        counted[-1] = pattern.zero_keys(**asked) if pattern.adds_zeros else 0
     parts = [row_weights(layers[number], states[number], row, counts.to(states[0].device)) for number in which]
     weights = torch.stack(parts)[slice(None) if layer is None else 0, some]
     return AttentionMap(weights[..., 1:tokens], weights[..., 0], weights[..., tokens])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dilated_attention.checks import check_int
 from dilated_attention.models.transformer import Trunk
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.streaming.kv_cache import KVCache, Slot
 
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
@@ -33,7 +33,7 @@ class Decoder:
         self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
         self.logits = torch.empty(0)  # its output
         self.count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
-        self.slots: dict[DilatedPattern, list[Slot]] = {}  # of a step's tokens
+        self.slots: dict[Pattern, list[Slot]] = {}  # of a step's tokens
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def attend(self, kept: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.parts import in_parts
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.ring.run import Ranks
 
@@ -53,7 +53,7 @@ class Sequences:
 
 
 def attend_whole(
-    pattern: DilatedPattern, is_causal: bool, group: Group | ContextParallel | None, cu_seqlens: CuSeqlens | None,
+    pattern: Pattern, is_causal: bool, group: Group | ContextParallel | None, cu_seqlens: CuSeqlens | None,
     padding: Tensor | None, backend: Backend, q: Tensor, k: Tensor, v: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
@@ -117,11 +117,12 @@ class SelfAttention(nn.Module):
     """Project, attend, normalise, project."""
 
     def __init__(
-        self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False, xpos: bool = False
+        self, embed_dim: int, num_heads: int, pattern: Pattern, *, is_causal: bool = False, xpos: bool = False
     ) -> None:
         super().__init__()
         if embed_dim % check_int("num_heads", num_heads):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        pattern.check_heads(num_heads)
         self.num_heads, self.pattern, self.is_causal = num_heads, pattern, is_causal
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(embed_dim)
@@ -156,7 +157,7 @@ class Layer(nn.Module):
     """One layer. In training, dropout follows each half (attention, feed-forward); drop path leaves out a half."""
 
     def __init__(
-        self, embed_dim: int, num_heads: int, ffn_dim: int, pattern: DilatedPattern, *, dropout: float = 0.0,
+        self, embed_dim: int, num_heads: int, ffn_dim: int, pattern: Pattern, *, dropout: float = 0.0,
         drop_path: float = 0.0, **attention: bool,
     ) -> None:  # fmt: skip
         super().__init__()

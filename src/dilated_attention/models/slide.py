@@ -25,8 +25,8 @@ from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Sequences, mean_of, stacked
 from dilated_attention.models.positions import TileSize
-from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import check_backend
+from dilated_attention.pattern import DilatedPattern, Pattern
+from dilated_attention.resolve import Options, check_options
 
 Over = Group | ContextParallel | None
 PRESETS: dict[str, dict[str, int]] = {
@@ -77,7 +77,7 @@ class SlideEncoder(nn.Module):
         *,
         global_pool: bool,
         checkpoint_activations: bool = False,
-        pattern: DilatedPattern | None = None,
+        pattern: Pattern | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
@@ -85,10 +85,8 @@ class SlideEncoder(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
         check_flag("global_pool", global_pool)
         check_flag("checkpoint_activations", checkpoint_activations)
-        check_backend(backend)
         pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
+        check_options(Options(pattern, backend=backend))
         self.embed_dim, self.depth = embed_dim, check_int("depth", depth)
         self.slide_ngrids = check_int("slide_ngrids", slide_ngrids)
         self.tile_size: TileSize = tile_size

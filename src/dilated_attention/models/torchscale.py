@@ -20,7 +20,7 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.models import weights
 from dilated_attention.models.layers import Sequences, stacked
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import check_backend
 
 FIRST_POSITION = 2  # of the table of position embeddings; rows 0 and 1 are not used
@@ -42,7 +42,7 @@ class LongNet(nn.Module):
         self,
         state: weights.State,
         num_heads: int,
-        pattern: DilatedPattern,
+        pattern: Pattern,
         *,
         scale_embedding: bool = False,
         dropout: float = 0.0,

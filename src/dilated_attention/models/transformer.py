@@ -8,6 +8,7 @@ Legend: E = dim; x (B, n, E); q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H);
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
 from dilated_attention.models.parts import Tensors, in_parts, is_long
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 
@@ -77,7 +78,7 @@ class LMConfig:
     dim: int
     depth: int
     heads: int
-    pattern: DilatedPattern | tuple[DilatedPattern, ...]
+    pattern: Pattern | tuple[Pattern, ...]
     kv_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     ffn: Literal["gelu", "swiglu"] = "gelu"
@@ -114,7 +115,7 @@ class LMConfig:
             pattern.check_heads(self.heads, self.kv_heads)
 
     @classmethod
-    def of(cls, size: str, pattern: DilatedPattern | tuple[DilatedPattern, ...], **changes: Any) -> LMConfig:
+    def of(cls, size: str, pattern: Pattern | tuple[Pattern, ...], **changes: Any) -> LMConfig:
         """Makes a config of a named size: "125M", "350M", "760M" or "2.7B" of the LongNet paper, or "0.6B" of Qwen3.
 
         ``changes`` are further fields, which override those of the size.
@@ -124,9 +125,9 @@ class LMConfig:
         return cls(**{**SIZES[size], "pattern": pattern, **changes})
 
     @property
-    def patterns(self) -> tuple[DilatedPattern, ...]:
+    def patterns(self) -> tuple[Pattern, ...]:
         """The pattern of each layer."""
-        return (self.pattern,) * self.depth if isinstance(self.pattern, DilatedPattern) else self.pattern
+        return (self.pattern,) * self.depth if isinstance(self.pattern, Pattern) else self.pattern
 
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
@@ -138,24 +139,21 @@ class LMConfig:
         return cls(**found)
 
 
-def written(pattern: DilatedPattern | Iterable[DilatedPattern]) -> Any:
-    """A pattern, or one per layer, as JSON takes it."""
-    if not isinstance(pattern, DilatedPattern):
-        return [written(one) for one in pattern]
-    lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-    mixing = {} if pattern.is_exact else {"mixing_gradient": pattern.mixing_gradient}
-    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
+def written(pattern: Pattern | Iterable[Pattern]) -> Any:
+    """A pattern, or one per layer, as JSON gives it back."""
+    found = pattern.to_dict() if isinstance(pattern, Pattern) else [one.to_dict() for one in pattern]
+    return json.loads(json.dumps(found))
 
 
 def read_pattern(found: Any) -> Any:
     """What `written` was given, a pattern or a tuple of them; patterns are taken as they are."""
-    if isinstance(found, DilatedPattern):
+    if isinstance(found, Pattern):
         return found
     if isinstance(found, list | tuple):
         return tuple(map(read_pattern, found))
     if not isinstance(found, dict):
-        raise TypeError(f"pattern must be a DilatedPattern, or a list of one per layer, got {found!r}")
-    return DilatedPattern.of(**found)
+        raise TypeError(f"pattern must be a Pattern or a DilatedPattern, or a list of one per layer, got {found!r}")
+    return Pattern.from_dict(found)
 
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensors:

@@ -64,8 +64,8 @@ def spread(model: SlideEncoder, tiles: int, most: int = 16) -> tuple[Query, ...]
     """
     layers = model.encoder.layers
     attention = layers[0].self_attn
-    seen = sum(min(width, tiles) / rate**2 for width, rate in attention.pattern.branches)  # keys of a query, on average
-    rows = int(MOST_BYTES / (len(layers) * attention.num_heads * (2 * seen + tiles / 8))) - 1
+    seen = attention.pattern.pairs(tiles, attention.num_heads) // tiles  # keys of a query on average, of all heads
+    rows = int(MOST_BYTES / (len(layers) * (2 * seen + attention.num_heads * tiles / 8))) - 1
     rows = max(0, min(most, rows, tiles))
     return ("cls", *((2 * index + 1) * tiles // (2 * rows) for index in range(rows)))
 

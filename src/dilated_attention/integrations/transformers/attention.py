@@ -17,8 +17,8 @@ from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, Grid, taken
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, OWN_WINDOW, Grid, taken
+from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import cu_seqlens_on_host
 from dilated_attention.ring.run import Ranks
 
@@ -28,7 +28,7 @@ REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
     "output_attentions": "output_attentions: the attention weights are never held in memory",
-    "sliding_window": "sliding-window layers: set sliding_window=None in the config",
+    "sliding_window": f"sliding-window layers: {OWN_WINDOW}",
     "position_bias": "position biases",
     "cache": "a paged cache",
     "indices": "sparse attention by an indexer",
@@ -101,7 +101,7 @@ def _differ(ends: Any, others: Any) -> bool:
 
 
 def attend(
-    pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor, grid: Grid, kept: DilatedLayer | None = None,
+    pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, grid: Grid, kept: DilatedLayer | None = None,
     group: Any = None, *, scale: float | None = None, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""

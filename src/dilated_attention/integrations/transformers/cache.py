@@ -171,7 +171,7 @@ class DilatedCache(Cache):
 
     def __init__(self, config: Any) -> None:
         config = config.get_text_config(decoder=True)
-        super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])
+        super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:

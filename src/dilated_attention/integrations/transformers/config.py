@@ -10,12 +10,12 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dilated_attention.models.transformer import read_pattern, written
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 
 FIELD = "dilated_pattern"
 
 
-def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern]) -> Any:
+def set_pattern(config: Any, pattern: Pattern | Sequence[Pattern]) -> Any:
     """Writes a pattern into a config, and returns the config.
 
     Args:
@@ -40,7 +40,7 @@ def check_model(config: Any) -> None:
         )
 
 
-def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
+def patterns_of(config: Any) -> tuple[Pattern, ...]:
     """The pattern of each layer, from a config."""
     given = getattr(config, FIELD, None)
     if given is None:
@@ -48,16 +48,16 @@ def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     return _per_layer(given, config.num_hidden_layers)
 
 
-def _per_layer(given: Any, layers: int | None) -> tuple[DilatedPattern, ...]:
+def _per_layer(given: Any, layers: int | None) -> tuple[Pattern, ...]:
     """``layers``: None if they are not known."""
     read = read_pattern(given)
-    patterns: tuple[DilatedPattern, ...] = (read,) * (layers or 1) if isinstance(read, DilatedPattern) else read
+    patterns: tuple[Pattern, ...] = (read,) * (layers or 1) if isinstance(read, Pattern) else read
     if not patterns or layers not in (None, len(patterns)):
         raise ValueError(f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers: give one, or one each")
     return patterns
 
 
-def pattern_of(module: Any) -> DilatedPattern:
+def pattern_of(module: Any) -> Pattern:
     """The pattern of an attention module, read anew only if its config has changed."""
     now = getattr(module.config, FIELD, None)
     kept = getattr(module, "_dilated", None)

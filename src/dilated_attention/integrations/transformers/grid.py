@@ -21,6 +21,10 @@ IN_THE_DATA = (
     "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
     "data: if there are none, pass an attention_mask for fullgraph=True"
 )
+OWN_WINDOW = (
+    "in the config of Mistral or Qwen, set sliding_window=None, or layer_types to 'full_attention', and give these "
+    "layers da.Pattern([da.Window(sliding_window - 1)])"
+)
 NOT_CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 
 
@@ -92,10 +96,7 @@ def grid_mask(
     if not torch.compiler.is_compiling():
         check_model(config)
     if local_size is not None:
-        raise ValueError(
-            "dilated attention cannot honour sliding-window or chunked layers: in the config of Mistral or Qwen, set "
-            "sliding_window=None, or layer_types to 'full_attention'"
-        )
+        raise ValueError(f"dilated attention cannot honour sliding-window or chunked layers: {OWN_WINDOW}")
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
     if mask_function is bidirectional_mask_function:

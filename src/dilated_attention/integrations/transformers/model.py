@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, read_pattern, written
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 RENAMED = {
@@ -129,7 +130,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
         super().__init__(config)
-        self.lm = LongNetLM(config.plain())
+        self.lm, self.pattern_read = LongNetLM(config.plain()), copy.deepcopy(config.dilated_pattern)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -274,13 +275,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return ids
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
-        if written(self.lm.config.pattern) != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
-            self.lm.config = self.config.plain()
+        if self.pattern_read != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
+            self.lm.config, self.pattern_read = self.config.plain(), copy.deepcopy(self.config.dilated_pattern)
         patterns = self.lm.config.patterns
         if cache is None:  # no layer has a number, so that all can share compiled code
             return [partial(attention.attend, pattern, grid=grid, group=group) for pattern in patterns]
 
-        def attend(layer: int, pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def attend(layer: int, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
             kept = getattr(keys, "kept_by", None)
             return attention.attend(pattern, q, keys.transpose(1, 2), values.transpose(1, 2), grid, kept)
