@@ -12,6 +12,7 @@ from typing import cast
 from torch import Tensor
 
 from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.blocks import plan
 from dilated_attention.call import ON_DEVICE
 from dilated_attention.context_parallel import ContextParallel
@@ -68,11 +69,13 @@ def explain(
         runs: ...
     """
     ranks = 1 if group is None else ContextParallel.of(group).process_group().size()
+    offset, positions = (None, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
     options = Options(
-        pattern, is_causal, scale, dropout_p, enable_gqa, backend, decodes=group is None, in_parts=ranks > 1
-    )
+        pattern, is_causal, scale, dropout_p, enable_gqa, backend, query_offset=offset, decodes=group is None,
+        in_parts=ranks > 1,
+    )  # fmt: skip
     packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
-    call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)
+    call = resolve(Inputs(query, key, value, key_padding_mask, None, positions, packed), options)
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call

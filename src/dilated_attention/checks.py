@@ -41,6 +41,11 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def checked_probability(p: float, name: str = "dropout_p") -> float:
     if not _is_number(p) or not 0.0 <= p <= 1.0:  # false for NaN too
         raise ValueError(f"{name} must be a number in [0, 1], got {p!r}")

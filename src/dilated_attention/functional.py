@@ -128,10 +128,10 @@ def dilated_attention(
     if return_lse is not True and return_lse is not False:
         with telling(group, query):
             raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    out, lse = attend(
-        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-        Ranks.of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    offset, positions = (None, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
+    options = Options(pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, offset)
+    inputs = Inputs(query, key, value, key_padding_mask, None, positions)
+    out, lse = attend(inputs, options, Ranks.of(group), cu_seqlens)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -147,40 +147,36 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, is_causal: bool = False,
-    scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
-    enable_gqa: bool = False, backend: Backend = "auto", heads: tuple[int, int] | None = None,
-    ranks: Ranks | None = None, seed: Tensor | None = None, query_offset: int | Tensor | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None, warns: bool = True,
+    inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, *,
+    warns: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
 
-    ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
+    ``inputs.seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users
+    mistake.
     """
     alone = ranks is None or ranks.size == 1
-    memory_cap_id = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
-    with NO_RANKS if ranks is None else ring.telling_ranks(ranks, query):
+    with NO_RANKS if ranks is None else ring.telling_ranks(ranks, inputs.q):
         if not alone:
             ring.check_transforms()
-        options = Options(
-            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap_id
-        )
-        packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
-        call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)
+        if ranks is not None:
+            cap = 0 if ranks.memory_cap is None else ranks.memory_cap.number
+            options = options._replace(decodes=False, in_parts=not alone, memory_cap_id=cap)
+        if cu_seqlens is not None:
+            inputs = inputs._replace(cu_seqlens=cu_seqlens_on_host(cu_seqlens))
+        call = resolve(inputs, options)
+        query, key, value = inputs[:3]
         if ranks is not None and alone:
             check_total_length(ranks.parallel.total_length, (query.shape[1],))
-        if warns and alone and (call.queries < call.heads or key_padding_mask is not None):
-            warn_of_mistakes(query, key, pattern, key_padding_mask)  # of a shard or its mask, neither says much
+        if warns and alone and (call.queries < call.heads or inputs.padding is not None):
+            warn_of_mistakes(inputs, options.pattern)  # of a shard or its mask, neither says much
         dtype = call.dtype
-        if query.dtype is not dtype:
-            query = query.to(dtype)
-        # decoding reads few rows of key and value: they stay as they are
-        if not (key.dtype is value.dtype is dtype) and query.shape[1] == key.shape[1]:
-            key, value = key.to(dtype), value.to(dtype)
-        if call.drops and seed is None:
-            seed = drawn_seed(query.device)
-    positions = query_offset if isinstance(query_offset, Tensor) else None
-    inputs = Inputs(query, key, value, key_padding_mask, seed, positions, packed)
+        if not (query.dtype is key.dtype is value.dtype is dtype):
+            if query.shape[1] == key.shape[1]:  # decoding reads few rows of key and value: they stay as they are
+                key, value = key.to(dtype), value.to(dtype)
+            inputs = inputs._replace(q=query.to(dtype), k=key, v=value)
+        if call.drops and inputs.seed is None:
+            inputs = inputs._replace(seed=drawn_seed(query.device))
     if ranks is None or alone:
         return autograd.attend(inputs, call)
     return ring.attend_over_ranks(inputs, call, ranks)

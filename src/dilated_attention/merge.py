@@ -15,12 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_(
+    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: Tensor | float | None = None, *,
+    first: bool = False,
+) -> None:  # fmt: skip
     """Merges a softmax result over some keys, (part, part_lse), into that over other keys, (out, lse), in place.
 
     Shapes are (..., D) for out and part, (...) for lse and part_lse, which are natural logarithms. lse = -inf means no
     keys, and may be on both sides. out and lse have the same dtype. Use float32 or float64: in half precision every
-    merge rounds, which for five branches doubles the error.
+    merge rounds, which for five branches doubles the error. With ``log_zeros`` exp(log_zeros) keys of score 0 and value
+    0 are added to the part first, in place. ``first``: what is in (out, lse) does not count.
 
     Examples:
         >>> out, lse = torch.zeros(3, 8), torch.full((3,), -torch.inf)
@@ -28,10 +32,21 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         >>> lse
         tensor([0., 0., 0.])
     """
+    if log_zeros is not None:
+        add_zero_keys_(part, part_lse, log_zeros)
+    if first:
+        out.copy_(part)
+        lse.copy_(part_lse)
+        return
     # sigmoid(-inf - -inf) is NaN: where the part is empty its weight is selected, not computed
     weight = _alike(torch.sigmoid, part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(_alike(torch.logaddexp, lse, part_lse))
+
+
+def put_(target: Tensor, part: Tensor, add: bool) -> None:
+    """target = part or target += part."""
+    _ = target.add_(part) if add else target.copy_(part)
 
 
 def add_zero_keys_(out: Tensor, lse: Tensor, log_count: Tensor | float) -> None:
@@ -54,6 +69,6 @@ def _alike(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     if first.device.type != "cpu":
         return function(*tensors)
     if first.dtype is not torch.float64:
-        return function(*(x.double() for x in tensors)).to(first.dtype)
+        return function(*map(Tensor.double, tensors)).to(first.dtype)
     count = first.numel()
     return function(*(F.pad(x.reshape(-1), (0, -count % 64)) for x in tensors))[:count].view(first.shape)

@@ -19,8 +19,9 @@ from torch.compiler import is_compiling
 
 from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.choose import NAMES, Backend, choose
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, checked_cu_seqlens, outside, settings
-from dilated_attention.checks import check_flag, checked_probability, checked_scale, is_int, warn
+from dilated_attention.checks import check_flag, check_tensor, checked_probability, checked_scale, is_int, warn
 from dilated_attention.pattern import DilatedPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -38,31 +39,32 @@ class Options(NamedTuple):
     enable_gqa: bool = False
     backend: Backend = "auto"
     heads: tuple[int, int] | None = None
+    query_offset: int | None = None  # one in a tensor is `Inputs.positions`
     decodes: bool = True  # query may have fewer rows than key: not over a group
     in_parts: bool = False  # over several ranks
     memory_cap_id: int = 0
 
 
-def resolve(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None = None,
-    offset: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
-) -> Call:  # fmt: skip
-    """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `cu_seqlens_on_host`."""
+def resolve(inputs: Inputs, options: Options) -> Call:
+    """The call, or the error that it raises."""
     if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
-        return _checked(query, key, value, options, mask, offset, cu_seqlens, None)
+        return _checked(inputs, options, None)
+    tensors, cu_seqlens = inputs[:3], inputs.cu_seqlens
     numbers = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    wants_grad = False
-    if options.backend != "auto" or options.in_parts:  # else some backend can always run
-        wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value))
-    signature = _signature(query, key, value, options, mask, offset, numbers, wants_grad)
+    can_fail = options.backend != "auto" or options.in_parts  # else some backend can always run
+    wants_grad = can_fail and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+    signature = _signature(inputs, options, numbers, wants_grad)
     try:
         call = known_calls.get(signature)  # no call is known by None
     except TypeError:  # something cannot be hashed, and the checks say what
         call = signature = None
     if call is None:
-        call = _checked(query, key, value, options, mask, offset, cu_seqlens, numbers)
-        call = call.with_shapes(query.shape, key.shape, call.dtype, query.device, mask is not None, call.start)
-        if options.backend != "auto" or options.in_parts:  # a refusal must not leave others waiting nor cost a seed
+        call = _checked(inputs, options, numbers)
+        query, key = inputs.q, inputs.k
+        call = call.with_shapes(
+            query.shape, key.shape, call.dtype, query.device, inputs.padding is not None, call.start
+        )
+        if can_fail:  # a refusal must not leave others waiting nor cost a seed
             choose(call)
             if wants_grad:
                 choose(call, backward=True)
@@ -73,16 +75,13 @@ def resolve(
     return call
 
 
-def _signature(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None, offset: int | Tensor | None,
-    numbers: tuple[int, ...] | None, wants_grad: bool,
-) -> Hashable:  # fmt: skip
+def _signature(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None, wants_grad: bool) -> Hashable:
     """All that the checks look at, or None where they look at more.
 
     The types of options are part of it, since True equals 1.0 and would be taken for it.
     """
-    _, is_causal, scale, dropout_p, enable_gqa, _, heads, *_ = options
-    if heads is not None or forward_ad._current_level >= 0:
+    query, key, value, mask, _, positions, _ = inputs
+    if options.heads is not None or forward_ad._current_level >= 0:
         return None
     for x in (query, key, value):
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not strided:
@@ -91,37 +90,33 @@ def _signature(
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
     other: Hashable = None
-    if mask is not None or offset is not None:
-        other = tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in (mask, offset))
-        other = (other, type(offset))
+    if mask is not None or positions is not None:
+        other = tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in (mask, positions))
     return (
-        options, type(is_causal), type(scale), type(dropout_p), type(enable_gqa), numbers, wants_grad, autocast,
-        settings(dtype, device), query.shape, key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device,
-        value.device, other,
+        options, tuple(map(type, options)), numbers, wants_grad, autocast, settings(dtype, device), query.shape,
+        key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device, value.device, other,
     )  # fmt: skip
 
 
 # --- the checks -------------------------------------------------------------------------------------------------
 
 
-def _checked(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None, offset: int | Tensor | None,
-    cu_seqlens: Tensor | None, numbers: tuple[int, ...] | None,
-) -> Call:  # fmt: skip
-    """What the caller chose, once all that can be wrong with it was looked at."""
-    pattern, heads, first, total = options.pattern, options.heads, 0, 0
+def _checked(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None) -> Call:
+    """What the caller chose, once all that can be wrong with it was looked at. ``numbers``: those of ``cu_seqlens``."""
+    pattern, first, total = options.pattern, 0, 0
     scale, dropout_p = check_options(options)
-    check_tensors(query, key, value, mask, options)
-    if heads is None:
-        pattern.check_heads(query.shape[2], key.shape[2])
+    check_tensors(inputs, options)
+    heads, kv_heads, tokens = inputs.q.shape[2], inputs.k.shape[2], inputs.k.shape[1]
+    if options.heads is None:
+        pattern.check_heads(heads, kv_heads)
     else:
-        first, total = checked_heads(heads, key.shape[2])
-        pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
-        pattern.check_heads(query.shape[2], key.shape[2], whole=False)
-    if cu_seqlens is not None:
-        check_packed(query, key, mask)
-    start, dtype = checked_start(query, key, offset, is_alone=options.decodes), computed_dtype(query)
-    packed = () if numbers is None else checked_cu_seqlens(numbers, None if options.in_parts else key.shape[1])
+        first, total = checked_heads(options.heads, kv_heads)
+        pattern.check_heads(total * (heads // kv_heads), total)
+        pattern.check_heads(heads, kv_heads, whole=False)
+    if inputs.cu_seqlens is not None:
+        check_packed(inputs)
+    start, dtype = checked_start(inputs, options), computed_dtype(inputs.q)
+    packed = () if numbers is None else checked_cu_seqlens(numbers, None if options.in_parts else tokens)
     return Call(
         pattern, options.is_causal, scale, dropout_p, options.backend, dtype=dtype, start=start, first_head=first,
         total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap_id=options.memory_cap_id,
@@ -158,11 +153,10 @@ def computed_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if x.dtype in DTYPES and x.dtype != torch.float64 else x.dtype
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> None:
-    duals = not is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+def check_tensors(inputs: Inputs, options: Options) -> None:
+    query, duals = inputs.q, not is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
+    for name, x in zip(("query", "key", "value"), inputs[:3], strict=True):
+        check_tensor(name, x)
         if x.is_nested:
             rows = f"torch.cat({name}.unbind()).unsqueeze(0)"
             raise ValueError(f"{name} is a nested tensor: pass {rows}, and where each sequence begins as cu_seqlens")
@@ -179,22 +173,21 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
                 f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: give both one dtype and "
                 "one device"
             )
-    q_shape, k_shape = query.shape, key.shape  # asking a tensor takes longer than all that is compared here
-    if k_shape != value.shape:
-        raise ValueError(f"key and value must have one shape, got {tuple(k_shape)} and {tuple(value.shape)}")
-    samples, tokens, heads, head_dim = q_shape
-    key_samples, key_tokens, key_heads, key_dim = k_shape
+    q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
+    if k_shape != v_shape:
+        raise ValueError(f"key and value must have one shape, got {k_shape} and {v_shape}")
+    (samples, tokens, heads, head_dim), (key_samples, key_tokens, key_heads, key_dim) = q_shape, k_shape
     if tokens > key_tokens or (tokens < key_tokens and not options.decodes):
         wanted = "no more queries than keys" if options.decodes else "equal lengths"
         raise ValueError(f"query has {tokens} tokens and key {key_tokens}: self-attention needs {wanted}")
     if samples != key_samples or head_dim != key_dim:
-        raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
+        raise ValueError(f"query and key must agree in batch and head_dim, got {q_shape} and {k_shape}")
     if heads != key_heads and not options.enable_gqa:
         raise ValueError(f"query has {heads} heads and key {key_heads}: make them equal, or set enable_gqa=True")
     if head_dim < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
-    if mask is not None:
-        check_padding_mask(mask, key)
+    if inputs.padding is not None:
+        check_padding_mask(inputs.padding, inputs.k)
 
 
 def check_layout(name: str, x: Tensor) -> None:
@@ -203,8 +196,7 @@ def check_layout(name: str, x: Tensor) -> None:
 
 
 def check_padding_mask(mask: Tensor, key: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    check_tensor("key_padding_mask", mask)
     check_layout("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
@@ -224,48 +216,54 @@ def checked_heads(heads: tuple[int, int], key_heads: int) -> tuple[int, int]:
     return first, total
 
 
-def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is_alone: bool) -> int:
+def checked_start(inputs: Inputs, options: Options) -> int:
     """Where among the keys the first query is. Positions in a tensor are looked at where they are used:
     on CUDA the host would wait for them."""
+    query, key, positions, offset = inputs.q, inputs.k, inputs.positions, options.query_offset
     last = key.shape[1] - query.shape[1]
-    if offset is None:
+    if offset is None and positions is None:
         return last
-    if not is_alone:
+    if not options.decodes:
         raise ValueError("query_offset is for one device: it cannot be given together with a group")
-    if isinstance(offset, Tensor):
-        if offset.dtype not in (torch.int32, torch.int64) or offset.shape != query.shape[:1]:
+    if positions is not None:
+        if positions.dtype not in (torch.int32, torch.int64) or positions.shape != query.shape[:1]:
             wanted = f"an int, or an int32 or int64 tensor of shape (batch,) = {tuple(query.shape[:1])}"
-            raise ValueError(f"query_offset must be {wanted}, got {offset.dtype} of shape {tuple(offset.shape)}")
-        if offset.device != query.device:
-            raise ValueError(f"query_offset is on {offset.device} and query on {query.device}: move it, or give an int")
+            got = f"{positions.dtype} of shape {tuple(positions.shape)}"
+            raise ValueError(f"query_offset must be {wanted}, got {got}")
+        if positions.device != query.device:
+            raise ValueError(
+                f"query_offset is on {positions.device} and query on {query.device}: move it, or give an int"
+            )
         return ON_DEVICE
-    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+    if not is_int(offset) and not isinstance(offset, torch.SymInt):
         raise TypeError(f"query_offset must be an int or a tensor, got {offset!r}")
+    assert offset is not None
     if not 0 <= offset <= last:
         raise ValueError(outside("query_offset", offset, query.shape[1], key.shape[1]))
     return offset
 
 
-def check_packed(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+def check_packed(inputs: Inputs) -> None:
     """``cu_seqlens`` is given."""
+    query, key = inputs.q, inputs.k
     if query.shape[1] != key.shape[1]:
         counts = f"{query.shape[1]} queries and {key.shape[1]} keys"
         raise ValueError(f"cu_seqlens needs as many queries as keys, got {counts}: pass whole sequences")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
-    if mask is not None:
+    if inputs.padding is not None:
         raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
 
 
 def cu_seqlens_on_host(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
     """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
+    wanted = f"{name} must be a list of whole numbers, or an integer tensor of one dimension"
     if isinstance(given, Tensor):
         if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-            got = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise TypeError(f"{name} must be a list of whole numbers, or an integer tensor of one dimension, got {got}")
+            raise TypeError(f"{wanted}, got {given.dtype} of shape {tuple(given.shape)}")
         return given.cpu()
     if not isinstance(given, Sequence) or not all(is_int(x) or isinstance(x, torch.SymInt) for x in given):
-        raise TypeError(f"{name} must be a list of whole numbers, or an integer tensor, got {given!r}")
+        raise TypeError(f"{wanted}, got {given!r}")
     return torch.tensor(given, dtype=torch.int64)
 
 
@@ -285,21 +283,19 @@ def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:
         )
 
 
-def warn_of_mistakes(query: Tensor, key: Tensor, pattern: Pattern, mask: Tensor | None) -> None:
+def warn_of_mistakes(inputs: Inputs, pattern: Pattern) -> None:
     """Warn of what is exact, and probably not meant. Nothing is read that the host would have to wait for."""
     if is_compiling():
         return
-    _, tokens, heads, _ = shape = tuple(query.shape)
+    mask, (_, tokens, heads, _) = inputs.padding, inputs.q.shape
     shortest = min(pattern.segment_lengths) if isinstance(pattern, DilatedPattern) else 0
-    if heads > tokens == key.shape[1] > 1 and tokens < shortest:
+    if heads > tokens == inputs.k.shape[1] > 1 and tokens < shortest:
         warn(
-            f"query has shape {shape}, read as (batch, tokens, heads, head_dim): it has more heads than tokens, and "
-            "every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), pass "
-            "query.transpose(1, 2)"
+            f"query has shape {tuple(inputs.q.shape)}, read as (batch, tokens, heads, head_dim): it has more heads "
+            "than tokens, and every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), "
+            "pass query.transpose(1, 2)"
         )
-    if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
-        return
-    if bool(mask.all()):
+    if mask is not None and mask.device.type == "cpu" and mask.numel() and is_plain(mask) and mask.all():
         warn(
             "key_padding_mask ignores every key of every sample, so all outputs are 0: True = ignore, as in "
             "nn.MultiheadAttention; pass ~mask if True means keep"

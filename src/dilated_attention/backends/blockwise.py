@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from dilated_attention import merge
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
@@ -30,7 +31,6 @@ from dilated_attention.bands import without_bands
 from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
 from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
-from dilated_attention.merge import add_zero_keys_, merge_
 
 log = logging.getLogger("dilated_attention")
 
@@ -67,6 +67,7 @@ class Work:
     limits: Limits
     plan: Plan
     ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
+    group: int
 
     @staticmethod
     def of(
@@ -85,14 +86,12 @@ class Work:
             padding = padding.unsqueeze(2).expand(-1, -1, k.shape[2])  # the same for each head
         q = readable(q if backward else without_infinity(q), call, limits)
         if not call.is_decode:  # few queries read few keys: only what they see is cleaned and converted
-            if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
-                k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
-            k, v = (readable(x, call, limits) for x in (k, v))
+            k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
         if positions is None and call.start != ON_DEVICE:
-            blocks = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
+            blocks = _cut_plan(call, limits, backward, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
-            blocks = _plan_of_positions(call, positions)
-        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends)
+            blocks = _plan_of_positions(call, limits, backward, positions)
+        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, call.q_per_kv)
 
     @property
     def own(self) -> Inputs:
@@ -112,37 +111,29 @@ class Work:
 
     # --- one block ----------------------------------------------------------------------------------------------
 
-    def attend(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a block's queries with its keys alone."""
-        problem = self._problem(block, sources)
-        return self.choice.module.forward(self.choice.kernels, *problem)  # type: ignore[no-any-return]
-
-    def attend_backward(self, block: Block, sources: Inputs, results: Outputs) -> Gradients:
-        """The block's share of the gradients; out and lse are the merged ones."""
-        q, k, v, masking = self._problem(block, sources)
-        out, lse, dout = (block.queries.of(x, self.call.q_per_kv) for x in results[:3])
-        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.q_per_kv)
-        dout, out = within(dout, self.limits), within(out, self.limits)
-        return self.choice.module.backward(  # type: ignore[no-any-return]
-            self.choice.kernels, dout, q, k, v, out, lse, dlse, masking
-        )
-
-    def _problem(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor, Tensor, Masking]:
-        q, k, v = block.queries.of(sources.q, self.call.q_per_kv), block.keys.of(sources.k), block.keys.of(sources.v)
+    def compute(self, block: Block, sources: Inputs, results: Outputs | None) -> tuple[Tensor, ...]:
+        """(out, lse) of a block's queries with its keys alone, or the block's share of the gradients."""
+        call, limits, module, kernels = self.call, self.limits, self.choice.module, self.choice.kernels
+        q, k, v = block.queries.of(sources.q, self.group), block.keys.of(sources.k), block.keys.of(sources.v)
         padding = None
         if sources.padding is not None:
             padding = block.keys.of(sources.padding)
             if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
-        if self.call.is_decode:
-            k, v = k.to(self.call.dtype), v.to(self.call.dtype)  # rounded as autocast rounds them in a whole call
-            if padding is not None:  # 0 * NaN in a masked slot would be NaN
-                k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
-            k, v = (readable(x, self.call, self.limits) for x in (k, v))
-        q, k, v = (within(x, self.limits) for x in (q, k, v))
+        if call.is_decode:
+            k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
+        if limits.span is not None:
+            q, k, v = (within(x, limits) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
         hidden = self._hidden(block) if block.has_mask else None
-        return q, k, v, Masking(self.call.scale, block.is_causal, padding, hidden, dropout)
+        masking = Masking(call.scale, block.is_causal, padding, hidden, dropout)
+        if results is None:
+            return module.forward(kernels, q, k, v, masking)  # type: ignore[no-any-return]
+        out, lse, dout = [block.queries.of(x, self.group) for x in results[:3]]
+        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.group)
+        if limits.span is not None:
+            dout, out = within(dout, limits), within(out, limits)
+        return module.backward(kernels, dout, q, k, v, out, lse, dlse, masking)  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:
         """(Lq, Lk) bool: the pairs of a block that do not count."""
@@ -198,24 +189,23 @@ class Work:
         Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
         know of one another: a block that runs out of memory is computed again with half as many at a time.
         """
-        cap, backward = MemoryCap.of(self.call), results is not None
-        plain = itertools.chain.from_iterable(map(without_bands, blocks))
-        waiting = deque(part for block in plain for part in self._cut(block, sources, backward, cap))
+        backward = results is not None
+        waiting = deque(blocks if blocks is self.plan.blocks else cut(blocks, self.call, self.limits, backward))
+        if self.limits.span is not None:
+            waiting = deque(part for block in waiting for part in self._within_span(block, sources, self.limits.span))
         while waiting:
             block = waiting.popleft()
             try:
-                if results is None:
-                    parts: tuple[Tensor, ...] = self.attend(block, sources)
-                else:
-                    parts = self.attend_backward(block, sources, results)
+                parts = self.compute(block, sources, results)
             except torch.OutOfMemoryError as error:
+                cap = MemoryCap.of(self.call)
                 if cap is None:
                     raise
                 if block.heads == 1:
                     raise torch.OutOfMemoryError(
                         f"out of memory with a single head in a call, whose results alone take "
-                        f"{self._bytes_per_head(block, backward):,} bytes: use more ranks, shorter segments, or fewer "
-                        "samples at a time"
+                        f"{_bytes_per_head(block, self.call, self.limits, backward):,} bytes: use more ranks, shorter "
+                        "segments, or fewer samples at a time"
                     ) from error
                 cap.retries += 1
                 half = block.heads // 2
@@ -225,55 +215,32 @@ class Work:
             yield block, parts
             del parts  # taken by now: the next block has its room
 
-    def _cut(self, block: Block, sources: Inputs, backward: bool, cap: MemoryCap | None) -> list[Block]:
-        limits = self.limits
-        rows = limits.rows if block.queries.rows >= limits.from_rows else None
-        heads, batch = None, limits.batch
-        if cap is not None and cap.max_bytes is not None:
-            heads = max(1, cap.max_bytes // max(1, self._bytes_per_head(block, backward)))
-        if limits.span is not None:
-            views = (block.queries.of(sources.q, self.call.q_per_kv), block.keys.of(sources.k))
-            if any(span(x) >= limits.span for x in views):
-                steps = [limits.span // max(1, x.stride(0) * x.itemsize) for x in views]
-                batch = max(1, min(*steps, limits.batch or self.call.rows))
-                if any(span(x[:batch]) >= limits.span for x in views):
-                    batch = heads = 1  # rows so far apart are copied, one head at a time
-        return block.cut(rows, heads, batch)
-
-    def _bytes_per_head(self, block: Block, backward: bool) -> int:
-        """The results of one key/value head and its query heads."""
-        call, item = self.call, self.q.itemsize
-        queries, keys = (block.batch * view.rows for view in (block.queries, block.keys))
-        if backward:
-            return (call.q_per_kv * queries + 2 * keys) * self.q.shape[3] * item
-        return call.q_per_kv * queries * (self.q.shape[3] * item + call.sum_dtype.itemsize)
+    def _within_span(self, block: Block, sources: Inputs, most: int) -> list[Block]:
+        views = block.queries.of(sources.q, self.group), block.keys.of(sources.k)
+        if all(span(x) < most for x in views):
+            return [block]
+        batch = max(1, min(most // max(1, x.stride(0) * x.itemsize) for x in views))
+        if any(span(x[:batch]) >= most for x in views):
+            return block.cut(heads=1, batch=1)  # rows so far apart are copied, one head at a time
+        return block.cut(batch=batch)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
-        fused, group = self._fused_merge, self.call.q_per_kv
+        adds_zeros, merging = self.call.adds_zeros, self.merging
         for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
-            log_zeros = self.log_zero_keys(block)
-            if log_zeros is not None and fused is None:
-                add_zero_keys_(part, part_lse, log_zeros)
+            log_zeros = self.log_zero_keys(block) if adds_zeros else None
             if out is None or lse is None:
-                if block.covers(self.call) and (fused is None or log_zeros is None):
+                if block.covers(self.call) and log_zeros is None:
                     out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
                     lse = part_lse.reshape(self.q.shape[:3]).contiguous()
                     continue
                 out, lse = self.empty_result()
-            here, here_lse = block.queries.of(out, group), block.queries.of(lse, group)
-            if fused is not None:
-                fused.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
-            elif block.is_first:
-                here.copy_(part)
-                here_lse.copy_(part_lse)
-            else:
-                merge_(here, here_lse, part, part_lse)
+            here, here_lse = block.queries.of(out, self.group), block.queries.of(lse, self.group)
+            merging.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
     def backward(self, results: Outputs) -> Gradients:
         grads: list[Tensor] = []
-        fused, group = self._fused_merge, self.call.q_per_kv
         for block, parts in self.each(self.plan.blocks, self.own, results):
             if not grads:
                 if block.covers(self.call) and not self.call.is_decode:
@@ -281,21 +248,17 @@ class Work:
                     grads = [x.to(self.q.dtype).contiguous() for x in grads]
                     continue
                 grads = self._empty_grads()
-            views = [block.queries.of(grads[0], group), block.keys.of(grads[1]), block.keys.of(grads[2])]
-            for view, x in zip(views, parts, strict=True):
-                x = x[..., : view.shape[-1]]  # the rows of few queries' keys were padded when they were read
-                if fused is not None:
-                    fused.put_(view, x, add=not block.is_first)
-                else:
-                    _ = view.copy_(x) if block.is_first else view.add_(x)
+            views = [block.queries.of(grads[0], self.group), block.keys.of(grads[1]), block.keys.of(grads[2])]
+            for view, x in zip(views, parts, strict=True):  # the rows of few queries' keys were padded when read
+                self.merging.put_(view, x[..., : view.shape[-1]], not block.is_first)
         dq, dk, dv = grads or self._empty_grads()
         return dq, dk, dv
 
     @functools.cached_property
-    def _fused_merge(self) -> ModuleType | None:
-        """Our kernels for what surrounds PyTorch's, each step one launch, on devices that have Triton."""
+    def merging(self) -> ModuleType:
+        """What puts results together: our kernels, each step one launch, on devices that have Triton."""
         if self.q.device.type != "cuda" or not triton.INSTALLED or self.q.dtype is torch.float64:
-            return None
+            return merge
         from dilated_attention.backends.triton import fuse
 
         return fuse
@@ -303,45 +266,63 @@ class Work:
     @property
     def out_dtype(self) -> torch.dtype:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
-        one_device = not self.call.in_parts and not self.call.is_decode and self._fused_merge is not None
+        one_device = not self.call.in_parts and not self.call.is_decode and self.merging is not merge
         few_merges = one_device and not self.call.pattern.needs_masks and len(self.call.pattern.branches) <= 3
         return self.call.sum_dtype if self.plan.merges and not few_merges else self.q.dtype
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """(out, lse) with 0 and -inf where no block writes first."""
-        out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
-        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.sum_dtype)
-        for x, blank in ((out, 0.0), (lse, -torch.inf)):
-            self._fill_bare_(x, self.call.q_per_kv, blank)
-        return out, lse
+        out = self._empty(self.q, self.group, self.out_dtype)
+        return out, self._empty(self.q[..., 0], self.group, self.call.sum_dtype, -torch.inf)
 
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        dtypes = self.call.sum_dtype if self.call.is_decode else self.q.dtype, self.q.dtype, self.q.dtype
-        grads = []
-        for x, dtype, group in zip((self.q, self.k, self.v), dtypes, (self.call.q_per_kv, 1, 1), strict=True):
-            grads.append(x.new_empty(x.shape, dtype=dtype))
-            self._fill_bare_(grads[-1], group, 0.0)
-        return grads
+        dtype = self.call.sum_dtype if self.call.is_decode else self.q.dtype
+        return [self._empty(self.q, self.group, dtype), *(self._empty(x, 1, self.q.dtype) for x in (self.k, self.v))]
 
-    def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
-        """Fill what no block writes."""
+    def _empty(self, like: Tensor, group: int, dtype: torch.dtype, blank: float = 0.0) -> Tensor:
+        """A tensor of this shape, filled where no block writes."""
+        x = like.new_empty(like.shape, dtype=dtype)
         first, end = self.plan.bare
         bare = x[:, :, first * group : end * group]
-        if self._fused_merge is not None and x.dim() == 4 and bare.shape != x.shape:  # all of it: torch is faster
-            self._fused_merge.zero_(bare)
+        if self.merging is not merge and x.dim() == 4 and bare.shape != x.shape:  # all of it: torch is faster
+            self.merging.zero_(bare)
         elif first < end:
             (x if x.device.type == "cuda" else bare).fill_(blank)
+        return x
 
 
-def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
+def cut(blocks: Iterable[Block], call: Call, limits: Limits, backward: bool) -> Iterator[Block]:
+    """The blocks as kernels and memory want them."""
+    cap = MemoryCap.of(call)
+    for block in itertools.chain.from_iterable(map(without_bands, blocks)):
+        rows, heads = limits.rows if block.queries.rows >= limits.from_rows else None, None
+        if cap is not None and cap.max_bytes is not None:
+            heads = max(1, cap.max_bytes // max(1, _bytes_per_head(block, call, limits, backward)))
+        yield from block.cut(rows, heads, limits.batch)
+
+
+def _bytes_per_head(block: Block, call: Call, limits: Limits, backward: bool) -> int:
+    """The results of one key/value head and its query heads."""
+    queries, keys = call.q_per_kv * block.batch * block.queries.rows, block.batch * block.keys.rows
+    row = -(-call.head_dim // limits.pad) * limits.pad * call.computed.itemsize
+    return (queries + 2 * keys) * row if backward else queries * (row + call.sum_dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=512)
+def _cut_plan(call: Call, limits: Limits, backward: bool, *given: Any) -> Plan:
+    whole = plan(call, *given)
+    return whole._replace(blocks=tuple(cut(whole.blocks, call, limits, backward)))
+
+
+def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Tensor | None) -> Plan:
     """The blocks of few queries at positions of their own in each sample; the host waits to read them."""
     assert positions is not None
     blocks: list[Block] = []
     for sample, at in enumerate(positions.tolist()):
         if not 0 <= at <= call.keys - call.queries:
             raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
-        blocks += plan(call._replace(samples=1, start=at), False, sample).blocks
+        blocks += _cut_plan(call._replace(samples=1, start=at), limits, backward, False, sample).blocks
     return Plan(tuple(blocks), (0, call.kv_heads), True)
 
 

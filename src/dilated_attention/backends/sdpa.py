@@ -62,7 +62,8 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    out, lse = (x.transpose(1, 2) for x in kernel.forward(_problem(q, k, v, masking)))
+    out, lse = kernel.forward(_problem(q, k, v, masking))
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
         empty = empty.expand(-1, -1, k.shape[2]).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -82,8 +83,8 @@ def backward(
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     problem = _problem(q, k, v, masking)
-    out, lse, dout = (x.transpose(1, 2) for x in (out, lse, dout))
-    dq, dk, dv = kernel.backward(problem, out, lse, dout)
+    lse = lse.transpose(1, 2)
+    dq, dk, dv = kernel.backward(problem, out.transpose(1, 2), lse, dout.transpose(1, 2))
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
         # gives exactly the part that lse sends back. dlse is a power of two times two columns, so that in half
@@ -103,19 +104,19 @@ def backward(
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
     # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Dense(q, k, v, _bias(masking, q), masking.is_causal, max(masking.scale, 1e-30))
+    bias = None if masking.padding is masking.hidden is None else _bias(masking, q)
+    scale = max(masking.scale, 1e-30)
+    return Dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, masking.is_causal, scale)
 
 
-def _bias(masking: Masking, q: Tensor) -> Tensor | None:
+def _bias(masking: Masking, q: Tensor) -> Tensor:
     """(b or 1, 1 or h, Lq or 1, Lk) of 0 and -inf, its rows 16-byte aligned as the kernels want."""
     ignored = masking.hidden
     if masking.padding is not None:
         padding = masking.padding if masking.padding.stride(2) else masking.padding[:, :, :1]
         padding = padding.transpose(1, 2).unsqueeze(2)
         ignored = padding if ignored is None else ignored | padding
-    if ignored is None:
-        return None
+    assert ignored is not None
     ignored = ignored[(None,) * (4 - ignored.dim())]
     columns = -(-ignored.shape[3] // 8) * 8
     bias = torch.zeros((*ignored.shape[:3], columns), dtype=q.dtype, device=q.device)[..., : ignored.shape[3]]
@@ -124,7 +125,10 @@ def _bias(masking: Masking, q: Tensor) -> Tensor | None:
 
 def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
     """The first kernel that takes these rows; None: a block so short that no kernel takes it, a few eager products."""
-    return next((kernel for kernel in kernels if rows >= kernel.min_rows), None)
+    for kernel in kernels:
+        if rows >= kernel.min_rows:
+            return kernel
+    return None
 
 
 def _candidates(call: Call) -> tuple[Kernel, ...]:

@@ -22,9 +22,12 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
-def readable(x: Tensor, call: Call, limits: Limits) -> Tensor:
+def readable(x: Tensor, call: Call, limits: Limits, padding: Tensor | None = None) -> Tensor:
     """x as the kernels can read it: the dtype computed in and a unit last stride; on CUDA also 16-byte aligned rows
     and no stride of 0, from which cuDNN's backward gives wrong gradients."""
+    x = x.to(call.dtype)  # keys that few queries see are rounded as autocast rounds them in a whole call
+    if padding is not None:  # 0 * NaN in a masked slot would be NaN
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0)
     x = x.to(call.computed)
     if x.shape[-1] % limits.pad:
         x = F.pad(x, (0, -x.shape[-1] % limits.pad))

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import functional
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.models.layers import SelfAttention
+from dilated_attention.resolve import Options
 
 Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 
@@ -99,7 +101,7 @@ def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
         q, k, v = (part.clone() if part.is_inference() else part for part in (q, k, v))
         v.requires_grad_()
-        out, _ = functional.attend(q, k, v, attention.pattern, warns=False)
+        out, _ = functional.attend(Inputs(q, k, v), Options(attention.pattern), warns=False)
         gradient = torch.zeros_like(out)
         gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
         (found,) = torch.autograd.grad(out, v, gradient)

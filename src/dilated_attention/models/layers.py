@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import Pattern
-from dilated_attention.resolve import computed_dtype
+from dilated_attention.resolve import Options, computed_dtype
 from dilated_attention.ring.run import Ranks
 
 CuSeqlens = Sequence[int] | Tensor
@@ -58,8 +59,8 @@ def attend_whole(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
     return functional.attend(  # short ones have fewer tokens than heads: nobody is to be warned of it
-        q, k, v, pattern, is_causal, key_padding_mask=padding, enable_gqa=True, backend=backend,
-        ranks=Ranks.of(group), cu_seqlens=cu_seqlens, warns=False,
+        Inputs(q, k, v, padding), Options(pattern, is_causal, enable_gqa=True, backend=backend), Ranks.of(group),
+        cu_seqlens, warns=False,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import checked_probability
 from dilated_attention.pattern import DilatedPattern, Pattern, Rule
 from dilated_attention.resolve import Options, check_options
@@ -65,10 +66,9 @@ class Core(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        out, _ = functional.attend(
-            q, k, v, self.pattern, is_causal, self.softmax_scale, dropout, key_padding_mask, True, self.backend,
-            self.held_heads, self._ranks_of_call(), self._seed(q) if dropout else None,
-        )  # fmt: skip
+        options = Options(self.pattern, is_causal, self.softmax_scale, dropout, True, self.backend, self.held_heads)
+        inputs = Inputs(q, k, v, key_padding_mask, self._seed(q) if dropout else None)
+        out, _ = functional.attend(inputs, options, self._ranks_of_call())
         return out
 
     def _seed(self, x: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.choose import Backend, choose
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
@@ -124,7 +125,7 @@ def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
         )
     query, key, value = chunk
     try:
-        call = resolve(query, key, value, options)
+        call = resolve(Inputs(query, key, value), options)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"chunk {index}: {error}") from error
     if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):

@@ -32,7 +32,7 @@ from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dt
 from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
-from dilated_attention.resolve import computed_dtype
+from dilated_attention.resolve import Options, computed_dtype
 
 Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
 
@@ -87,10 +87,8 @@ class BranchCache:
         # may be an old one, and what came of it is put away, NaN included.
         queries = q.unsqueeze(1).expand(-1, branches, -1, -1, -1).flatten(0, 1)
         keys, values = (x.flatten(0, 1) for x in self.kv)
-        out, lse = attend(
-            queries, keys, values, self.dense, True, scale, enable_gqa=True, backend=backend,
-            query_offset=slot.row.flatten(), warns=False,
-        )  # fmt: skip
+        inputs = Inputs(queries, keys, values, positions=slot.row.flatten())
+        out, lse = attend(inputs, Options(self.dense, True, scale, enable_gqa=True, backend=backend), warns=False)
         shape = samples, branches, slot.absent.shape[2], -1
         lse = lse.view(shape).masked_fill(slot.absent, -torch.inf)
         return out.view(shape).masked_fill(slot.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
@@ -234,10 +232,8 @@ class KVCache:
             call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend, in_parts=True)
             yield self._continued(call, q[:, :first], k[:, :first], v[:, :first], at, samples)
         if first < q.shape[1]:
-            yield attend(
-                q[:, first:], k[:, first:], v[:, first:], self.pattern, True, scale, enable_gqa=True, backend=backend,
-                warns=False,
-            )  # fmt: skip
+            inputs, options = Inputs(q[:, first:], k[:, first:], v[:, first:]), Options(self.pattern, True, scale)
+            yield attend(inputs, options._replace(enable_gqa=True, backend=backend), warns=False)
 
     def _continued(self, call: Call, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice) -> Pair:
         """(out, lse) of tokens in the midst of segments: what they see of one another, then what is kept."""

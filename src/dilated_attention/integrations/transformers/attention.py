@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from dilated_attention import functional
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
 from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, OWN_WINDOW, Grid, taken
 from dilated_attention.pattern import Pattern
-from dilated_attention.resolve import cu_seqlens_on_host
+from dilated_attention.resolve import Options, cu_seqlens_on_host
 from dilated_attention.ring.run import Ranks
 
 NAME = "dilated"
@@ -128,19 +129,17 @@ def attend(
         out, lse = kept.attend(q, k, v, grid, scale)
     else:
         shape = q.shape
-        where: dict[str, Any] = {}
+        positions = documents = None
         if grid.documents is not None:
             q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-            where = {"cu_seqlens": grid.documents}
+            documents = grid.documents
         elif padding is None and grid.end is not None:
             k, v = k[:, : grid.end], v[:, : grid.end]
         elif grid.queries < keys:
-            where = {"query_offset": grid.first(q.device).expand(len(q)).contiguous()}
+            positions = grid.first(q.device).expand(len(q)).contiguous()
         # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        out, lse = functional.attend(
-            q, k, v, pattern=pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True,
-            ranks=Ranks.of(group), warns=False, **where,
-        )  # fmt: skip
+        inputs, options = Inputs(q, k, v, positions=positions), Options(pattern, True, scale, dropout_p, True)
+        out, lse = functional.attend(inputs, options, Ranks.of(group), documents, warns=False)
         out, lse = out.view(shape), lse.view(shape[:3])
     if padding:
         out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
