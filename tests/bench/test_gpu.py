@@ -11,8 +11,8 @@ from dilated_attention.bench import suites
 from dilated_attention.bench.implementations import RELEASED, everything, named
 from dilated_attention.bench.session import Session
 from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.suites import alone
 from dilated_attention.bench.suites import compared as comparisons
-from dilated_attention.bench.suites import decode, stream
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -65,8 +65,8 @@ def test_out_of_memory_is_caught() -> None:
 
 def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything made short: each table has figures, and nothing is wrong."""
-    monkeypatch.setattr(decode, "TOKENS", {"cuda": 1 << 16})
-    monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
+    monkeypatch.setattr(alone, "CONTEXT", {"cuda": 1 << 16})
+    monkeypatch.setattr(alone, "SIZES", {"cuda": (1 << 18, 1 << 16)})
     monkeypatch.setattr(comparisons, "ALSO_SHORT", comparisons.ALSO_SHORT[-2:])
     one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
     one.run({name: suites.PLANS[name](one) for name in ("decode", "stream", "kernels")}, lambda found: None)

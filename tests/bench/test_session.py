@@ -18,7 +18,7 @@ from dilated_attention.bench.results import load
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.suites import compared, decode, language, packed, slides, stream
+from dilated_attention.bench.suites import alone, compared, language, slides
 from dilated_attention.models.slide import PRESETS
 
 CPU = torch.device("cpu")
@@ -139,11 +139,11 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_packed_sequences_are_timed_beside_one_with_as_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = started()
-    monkeypatch.setattr(packed, "COUNT", 4)
+    monkeypatch.setattr(alone, "COUNT", 4)
     monkeypatch.setattr(made, "time", lambda calls: {key: Timing(1.0, 1.0, 1.0, 1) for key in calls})
     run(made, "packed")
     rows = table_of(made)
-    assert [row[0] for row in rows] == [what for what in packed.SHAPES for _ in range(2)]
+    assert [row[0] for row in rows] == [what for what in alone.SHAPES for _ in range(2)]
     for many, one in zip(rows[::2], rows[1::2], strict=True):
         assert one[2] < many[2]  # it has the longer segments
         assert many[3] == one[3] == 1.0
@@ -167,10 +167,10 @@ def test_where_the_time_goes_and_only_of_what_is_right(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
 def test_every_one_token_step_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    one, right = started(), decode.dilated_attention
-    monkeypatch.setattr(decode, "PATTERN", SHORT)
-    monkeypatch.setattr(decode, "TOKENS", {"cpu": 256})
-    monkeypatch.setattr(decode, "dilated_attention", lambda *x, **options: factor * right(*x, **options))
+    one, right = started(), alone.dilated_attention
+    monkeypatch.setattr(alone, "PATTERN", SHORT)
+    monkeypatch.setattr(alone, "CONTEXT", {"cpu": 256})
+    monkeypatch.setattr(alone, "dilated_attention", lambda *x, **options: factor * right(*x, **options))
     run(one, "decode")
     rows = table_of(one)
     assert one.results["checks"][0]["verdict"] == ("exact" if factor == 1 else "wrong")
@@ -187,9 +187,9 @@ def test_every_one_token_step_is_checked_and_timed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("fault", ["", "scaled", "late", "alone"])
 def test_a_stream_is_checked_before_and_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    one, right = started(), stream.stream
-    monkeypatch.setattr(stream, "PATTERN", SHORT)
-    monkeypatch.setattr(stream, "SIZES", {"cpu": (512, 128)})
+    one, right = started(), alone.stream
+    monkeypatch.setattr(alone, "PATTERN", SHORT)
+    monkeypatch.setattr(alone, "SIZES", {"cpu": (512, 128)})
 
     def changed(chunks: Any, *pattern: Any, **options: Any) -> Any:
         if fault == "alone":  # each chunk as if it began the sequence: wrong as soon as a chunk ends in a segment
@@ -200,7 +200,7 @@ def test_a_stream_is_checked_before_and_while_it_is_timed(monkeypatch: pytest.Mo
             wrong = fault == "scaled" or (fault == "late" and index == 3)
             yield 1.01 * out if wrong else out
 
-    monkeypatch.setattr(stream, "stream", changed)
+    monkeypatch.setattr(alone, "stream", changed)
     run(one, "stream")
     assert {x["verdict"] for x in one.results["checks"]} == {"wrong" if fault else "exact"}
     if fault in ("scaled", "alone"):

@@ -48,7 +48,7 @@ LINES = [
     ("suggest -n 1M --heads 1000000", "--heads: '1000000' is not a whole number of 1 to 16,384"),
     ("bench --suite quick,", "unknown suite '': use one or more of"),
     ("bench --device tpu", "--device must be one of cpu"),
-    ("bench --seconds 0", "--seconds must be more than 0"),
+    ("bench --seconds 0", "--seconds: '0' is not seconds, more than 0"),
     ("compare one.json", "required: AFTER"),
     ("compare a b --threshold much", "--threshold: invalid float value: 'much'"),
     ("compare \x1b[2Jnothere nothere", "cannot read"),

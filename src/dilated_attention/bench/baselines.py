@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from dilated_attention.branches import Dilated
+from dilated_attention.branches.base import Rect
 from dilated_attention.pattern import DilatedPattern
 
 aten = torch.ops.aten
@@ -48,11 +50,11 @@ def copy_and_gather(
 ) -> Tensor:
     """Each branch copies its rows out with index_select, attends, and copies them back with index_copy."""
     out = torch.zeros_like(query)
-    for heads, take in _parts(query, pattern):
-        index = _rows(take, query.shape[1], query.device)
+    for heads, rect in _parts(query, pattern):
+        index = _rows(rect, query.shape[1], query.device)
         copied = (x[:, :, heads].index_select(1, index) for x in (query, key, value))
-        q, k, v = (torch.unflatten(x, 1, (take.segments, -1)).flatten(0, 1) for x in copied)
-        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments))
+        q, k, v = (torch.unflatten(x, 1, (rect.repeats, -1)).flatten(0, 1) for x in copied)
+        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, rect.repeats))
         out[:, :, heads].index_copy_(1, index, attended.flatten(1, 2))
     return out
 
@@ -62,43 +64,38 @@ def copy_slices(
 ) -> Tensor:
     """Each branch copies its rows out with strided slices made contiguous, and back into a slice of zeros."""
     out = torch.zeros_like(query)
-    for heads, take in _parts(query, pattern):
-        q, k, v = (take.of(x[:, :, heads]).contiguous().flatten(0, 1) for x in (query, key, value))
-        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments))
-        take.of(out[:, :, heads]).copy_(attended)
+    for heads, rect in _parts(query, pattern):
+        q, k, v = (_taken(x[:, :, heads], rect).contiguous().flatten(0, 1) for x in (query, key, value))
+        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, rect.repeats))
+        _taken(out[:, :, heads], rect).copy_(attended)
     return out
 
 
-class _Take(NamedTuple):
-    """The rows of equal segments that a branch of head_groups takes: every ``rate``-th from ``offset`` on."""
-
-    start: int
-    length: int
-    segments: int
-    rate: int
-    offset: int
-
-    def of(self, x: Tensor) -> Tensor:
-        """(B, S, L, ...), a view of x (B, N, ...)."""
-        part = x[:, self.start : self.start + self.segments * self.length]
-        return torch.unflatten(part, 1, (self.segments, self.length))[:, :, self.offset :: self.rate]
-
-
-def _parts(query: Tensor, pattern: DilatedPattern) -> Iterator[tuple[slice, _Take]]:
+def _parts(query: Tensor, pattern: DilatedPattern) -> Iterator[tuple[slice, Rect]]:
     """The heads of each branch on their own: its equal segments, then the shorter last one."""
     if not pattern.head_rule.splits_heads:
         raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
-    tokens, heads = query.shape[1:3]
-    for branch, (width, rate) in enumerate(pattern.branches):
-        mine, offset, whole = pattern.heads(branch, heads), branch % rate, tokens - tokens % width
-        for start, length, segments in ((0, width, tokens // width), (whole, tokens - whole, 1)):
-            if mine and segments and length > offset:
-                yield slice(mine.start, mine.stop), _Take(start, length, segments, rate, offset)
+    tokens = query.shape[1]
+    for branch in pattern.branches_for(query.shape[2]):
+        heads = slice(branch.members[0], branch.members[-1] + 1)
+        for rect in branch.rects(heads.start, range(tokens), tokens, False):
+            if not rect.is_empty:
+                yield heads, rect
+
+
+def _taken(x: Tensor, rect: Rect) -> Tensor:
+    """The rows of a branch: (B, S, L, ...), a view of x (B, N, ...)."""
+    (start, rate, _), width = rect.queries, rect.period
+    if rect.repeats == 1:
+        return x[:, start : rect.queries.last + 1 : rate].unsqueeze(1)
+    first = start - start % width
+    segments = torch.unflatten(x[:, first : first + rect.repeats * width], 1, (rect.repeats, width))
+    return segments[:, :, start % width :: rate]
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(take: _Take, tokens: int, device: torch.device) -> Tensor:
-    return take.of(torch.arange(tokens, device=device)[None]).flatten()
+def _rows(rect: Rect, tokens: int, device: torch.device) -> Tensor:
+    return _taken(torch.arange(tokens, device=device)[None], rect).flatten()
 
 
 # --- gather, pad, scatter: the rule torchscale ------------------------------------------------------------------
@@ -121,8 +118,8 @@ def gather_pad_scatter(
     if not pattern.head_rule.adds_zeros:
         raise ValueError(f"gather_pad_scatter attends its padding: it needs rule 'torchscale', got {pattern.rule!r}")
     attention = functools.partial(_with_lse, is_causal=is_causal, kernel=kernel)
-    branches = range(len(pattern.branches))
-    results = [_padded_branch((query, key, value), pattern, branch, attention) for branch in branches]
+    branches = pattern.branches_for(query.shape[2])
+    results = [_padded_branch((query, key, value), branch, attention) for branch in branches]
     weights = torch.stack([lse for _, lse in results]).softmax(0).detach()
     mixed = torch.zeros_like(query)
     for (out, _), weight in zip(results, weights, strict=True):
@@ -131,12 +128,12 @@ def gather_pad_scatter(
 
 
 def _padded_branch(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, branch: int, attention: Callable[..., tuple[Tensor, Tensor]]
+    qkv: tuple[Tensor, ...], branch: Dilated, attention: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one branch over all tokens; rows it does not cover get 0 and a lse that weighs nothing."""
     samples, tokens, heads, dim = qkv[0].shape
-    rate, width = pattern.dilation_rates[branch], min(pattern.segment_lengths[branch], tokens)
-    segments, extra = -(-tokens // width), -width % rate
+    width = min(branch.length, tokens)
+    segments, extra = -(-tokens // width), -width % branch.rate
 
     def cut(x: Tensor) -> Tensor:  # (b, w, H, D), w filled up to a multiple of the rate
         x = F.pad(x, (0, 0, 0, 0, 0, segments * width - tokens)).reshape(samples * segments, width, heads, dim)
@@ -145,7 +142,7 @@ def _padded_branch(
     def join(x: Tensor) -> Tensor:
         return x[:, :width].reshape(samples, segments * width, *x.shape[2:])[:, :tokens]
 
-    index = _rows_by_head(pattern, branch, heads, width + extra, qkv[0].device).expand(samples * segments, -1, -1)
+    index = _rows_by_head(branch, width + extra, qkv[0].device).expand(samples * segments, -1, -1)
     rows = index.unsqueeze(-1).expand(-1, -1, -1, dim)
     out, lse = attention(*(cut(x).gather(1, rows) for x in qkv))
     shape = (samples * segments, width + extra, heads)
@@ -156,10 +153,10 @@ def _padded_branch(
 
 
 @functools.lru_cache(maxsize=64)
-def _rows_by_head(pattern: DilatedPattern, branch: int, heads: int, width: int, device: torch.device) -> Tensor:
+def _rows_by_head(branch: Dilated, width: int, device: torch.device) -> Tensor:
     """(1, L, H): the rows that each head takes of a segment."""
-    offset = torch.tensor([pattern.offset(branch, head, heads) for head in range(heads)], device=device)
-    return (torch.arange(0, width, pattern.dilation_rates[branch], device=device)[:, None] + offset).unsqueeze(0)
+    offset = torch.tensor([branch.offset_of(head) for head in branch.members], device=device)
+    return (torch.arange(0, width, branch.rate, device=device)[:, None] + offset).unsqueeze(0)
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | None) -> tuple[Tensor, Tensor]:
@@ -195,8 +192,8 @@ def _compiled_flex() -> Callable[..., Any]:
 def _block_mask(pattern: DilatedPattern, tokens: int, heads: int, is_causal: bool, device: torch.device) -> BlockMask:
     if not pattern.head_rule.splits_heads:  # elsewhere keys count more than once, which a mask cannot say
         raise ValueError(f"a mask says it all under rule 'head_groups' only, got {pattern.rule!r}")
-    branch = [(w, r, i % r) for i, (w, r) in enumerate(pattern.branches) for _ in pattern.heads(i, heads)]
-    widths, rates, offsets = torch.tensor(branch, device=device).T
+    branches = [(x.length, x.rate, x.offset_of(head)) for x in pattern.branches_for(heads) for head in x.members]
+    widths, rates, offsets = torch.tensor(branches, device=device).T
 
     def sees(_: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         w, r, o = widths[head], rates[head], offsets[head]

@@ -11,11 +11,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, far_off, segments, setting
-from dilated_attention.pattern import RULES, DilatedPattern, rows_at_offset
+from dilated_attention.pattern import RULES, DilatedPattern
 from dilated_attention.units import number_text
 
 FORWARD, BOTH = DIRECTIONS
@@ -43,8 +42,8 @@ BASELINES = {  # how their names begin, and what they are in dilated_attention.b
 
 def conclusions(results: Record) -> Record:
     records = folded(results["measurements"])
-    found = [_recommendation(case, records) for case in USE_CASES]
-    return {"claims": claims(results), "recommendations": [*filter(None, found)], "answer": answer(results)}
+    found = filter(None, (_recommendation(case, records) for case in USE_CASES))
+    return {"claims": claims(results), "recommendations": [*found], "answer": answer(results)}
 
 
 def folded(measurements: Iterable[Record]) -> list[Record]:
@@ -103,7 +102,7 @@ class UseCase(NamedTuple):
 
 TRAINING: dict[str, Sequence[Any]] = {
     "kind": ("function", "module", "baseline"), "rule": ["head_groups"], "direction": [BOTH], "causal": [False],
-    "ranks": [1],
+    "ranks": [1], "suite": SUITES,
 }  # fmt: skip
 ANY_RULE: dict[str, Sequence[Any]] = {**TRAINING, "rule": (*RULES, "dense")}
 USE_CASES = (
@@ -119,19 +118,19 @@ USE_CASES = (
 )
 
 
-def _by_setting(records: Iterable[Record], wanted: dict[str, Sequence[Any]]) -> list[dict[str, Record]]:
-    """The records of each setting and length that are wanted, by implementation."""
-    groups: dict[Any, dict[str, Record]] = {}
+def _by_setting(records: Iterable[Record], **wanted: Sequence[Any]) -> list[dict[str, Record]]:
+    """Those with figures and one of these values each: of each setting, length and direction by implementation."""
+    groups: dict[Any, dict[str, Record]] = defaultdict(dict)
     for record in records:
         is_wanted = all(record[name] in values for name, values in wanted.items())
-        if is_wanted and record["suite"] in SUITES and record["ms"] and record["peak_bytes"] is not None:
-            groups.setdefault(_where(record), {}).setdefault(record["implementation"], record)
+        if is_wanted and record["ms"] and record["peak_bytes"]:
+            groups[_where(record)].setdefault(record["implementation"], record)
     return [*groups.values()]
 
 
 def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
     """The best in the setting that this case looks at, if there is more than one."""
-    groups = [[*group.values()] for group in _by_setting(records, case.wanted)]
+    groups = [[*group.values()] for group in _by_setting(records, **case.wanted)]
     fewest = min(ENOUGH, max(map(len, groups), default=0))
     full = [group for group in groups if len(group) >= fewest]
     sign = 1 if case.longest else -1
@@ -167,7 +166,7 @@ def answer(results: Record) -> str:
 def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
     groups: dict[int, dict[str, Record]] = {}  # of each length the first
-    for group in _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]}):
+    for group in _by_setting(measurements, suite=SUITES, direction=[BOTH], causal=[False], samples=[1]):
         if OURS in group and DENSE in group:
             groups.setdefault(group[OURS]["tokens"], group)
     if not groups:
@@ -189,13 +188,10 @@ def _speed(measurements: Sequence[Record]) -> str:
 
 def far_rows(pattern: DilatedPattern, tokens: int, heads: int) -> tuple[int, float]:
     """Tokens of the longest segment, and the share of all rows (one token in one head) that are in its branch."""
-    width, rate = max(pattern.branches)
-    branch = pattern.branches.index((width, rate))
-    rows = sum(
-        rows_at_offset(min(width, tokens - start), rate, pattern.offset(branch, head, heads))
-        for head, start in product(pattern.heads(branch, heads), range(0, tokens, width))
-    )
-    return min(width, tokens), rows / (tokens * heads)
+    far = max(pattern.branches_for(heads), key=lambda branch: (branch.length, branch.rate))
+    rects = [rect for head in far.members for rect in far.rects(head, range(tokens), tokens, False)]
+    rows = sum(rect.queries.length * rect.repeats for rect in rects)
+    return min(far.length, tokens), rows / (tokens * heads)
 
 
 def _compared(mine: Record, other: Record) -> str:
@@ -244,12 +240,9 @@ def claims(results: Record) -> list[dict[str, str]]:
         claim = "An implementation is many times faster than the others"
         told = f"it attends over heads, not tokens: {', '.join(far_off(check['errors'], check['limits'])[:1])}"
         found.append((claim, "17 times faster", told, "no", "it gets no time"))
-    groups: dict[Any, dict[str, Record]] = defaultdict(dict)
-    for one in results["measurements"]:
-        if one["ms"] and one["peak_bytes"]:
-            groups[_where(one)][one["implementation"]] = one
+    groups = _by_setting(results["measurements"])
     for claim, claimed, least, figure, before, after in CLAIMS:
-        both = [(group[before], group[after]) for group in groups.values() if {before, after} <= group.keys()]
+        both = [(group[before], group[after]) for group in groups if {before, after} <= group.keys()]
         if saved := [1 - figure(new)[0] / figure(old)[0] for old, new in both]:
             middle = statistics.median(saved)
             how = f"from {_less(min(saved))} to {_less(max(saved))} in {len(saved)} settings and passes"

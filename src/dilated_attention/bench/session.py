@@ -114,19 +114,14 @@ class Session:
 
         return [partial(add, *one) for one in rows.items()]
 
-    def judge_own(self, name: str, error: float, limit: float, causal: bool, rule: str = "longnet") -> bool:
-        """Note how far off something of a suite's own is, and whether that is right; of several errors the worst."""
-        who = {"implementation": name, "kind": "function", "ours": True, "rule": rule, "ranks": 1}
-        check = Check({"out": error}, {"out": limit})
-        self._judge(who, self.setting(1, causal=causal), check)
-        return check.right()
-
     def rows_are_right(
         self, name: str, out: Tensor, qkv: Sequence[Tensor], pattern: DilatedPattern, causal: bool, **rows: Any
     ) -> tuple[bool, float]:
-        """Of rows drawn at random, or of those given: whether they are, and the largest error."""
-        worst, limit = probes.check_rows(out, qkv, pattern, causal, **rows)
-        return self.judge_own(name, worst, limit, causal, pattern.rule), worst
+        """Whether rows of a suite's own are, drawn at random or given, which is noted; and the largest error."""
+        error, limit = probes.check_rows(out, qkv, pattern, causal, **rows)
+        who = {"implementation": name, "kind": "function", "ours": True, "rule": pattern.rule, "ranks": 1}
+        self._judge(who, self.setting(1, causal=causal), Check({"out": error}, {"out": limit}))
+        return error <= limit, error
 
     def time(self, calls: Mapping[Key, Call], seconds: float = 1.0, warmups: int = 2) -> dict[Key, Timing]:
         """These calls in turn."""

@@ -49,7 +49,7 @@ OPTIONS = (
            "float32,bfloat16,float16 on a CPU; bfloat16,float16,float32 on CUDA]"),
     option("--out", type=Path, default=Path("report"), metavar="FOLDER",
            help="The folder for results.json and the report."),
-    option("--seconds", type=float, metavar="S",
+    option("--seconds", type=options.seconds, metavar="S",
            help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"),
     option("--commit", metavar="ID", help="The commit to record if this copy has no .git."),
     options.JSON,
@@ -63,7 +63,6 @@ def run(given: Namespace) -> int:
 
     with options.refusing():
         names = suites.named(given.suite or ["quick"])
-        suites.check_seconds(given.seconds)
         where = options.device(given.device)
         dtypes = [options.dtype(name) for name in given.dtype.split(",")] if given.dtype else None
         charts.writable(given.out)
@@ -71,7 +70,11 @@ def run(given: Namespace) -> int:
     if is_pretty:
         from dilated_attention.cli.output import watching
     with watching() if is_pretty else nullcontext(log) as watch:
-        code = kept.run(names, where, dtypes, watch=watch, seconds=given.seconds, commit=given.commit)
+        try:
+            suites.run(names, where, dtypes, save=kept.save, watch=watch, seconds=given.seconds, commit=given.commit)
+            code = 0
+        except KeyboardInterrupt:  # what there is was saved
+            code = 130  # as a shell has it
     if kept.results is None:
         print("interrupted before anything was measured: nothing was written")
     elif is_pretty:

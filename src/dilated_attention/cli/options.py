@@ -88,6 +88,8 @@ speed = partial(  # operations per second; fewer than a million are a slip: a un
     what="operations per second such as 400T or 4e14, of 1M or more",
 )  # fmt: skip
 
+seconds = partial(_read, factors={"": 1}, unit="()", what="seconds, more than 0", least=1e-9)
+
 
 def bandwidth(text: str) -> float:
     """Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,55 +17,48 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import compared, decode, language, packed, slides, stream
+from dilated_attention.bench.suites import alone, compared, language, slides
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
     **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
     "profile": compared.profile, "scaling": compared.scaling,
-    "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": decode.steps,
-    "stream": stream.steps, "packed": packed.steps, "slides": slides.steps, "language": language.steps,
+    "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": alone.decode,
+    "stream": alone.streams, "packed": alone.packed, "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")
 PREVIOUS = "previous.json"
-INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
 
 
-def named(given: Sequence[str]) -> list[str]:
+def named(given: Iterable[str]) -> list[str]:
     """The names in some texts, each of which may have several with commas between them."""
     names = [name for text in given for name in text.split(",")]
     if unknown := [name for name in names if name not in SUITES]:
         raise ValueError(f"unknown suite {', '.join(unknown)!r}: use one or more of {', '.join(SUITES)}")
-    return names
-
-
-def check_seconds(seconds: float | None) -> None:
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise ValueError(f"--seconds must be more than 0, got {seconds}")
+    return [*dict.fromkeys(name for one in names for name in (ALL if one == "all" else [one]))]
 
 
 def run(
-    suites: Sequence[str],
+    names: Sequence[str],
     device: torch.device,
     dtypes: Sequence[torch.dtype] | None = None,
     *,
     save: Callable[[Record], None],
     **options: Any,
 ) -> Record:
-    """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
+    """The results of some suites, which ``save`` got after every step, also when the run is interrupted.
 
     Where a suite needs one dtype only, it is the first. ``options`` are those of `Session`.
     """
-    chosen = [name for some in suites for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(device, dtypes or DTYPES[device.type], **options)
     with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
-        return session.run({name: PLANS[name](session) for name in dict.fromkeys(chosen)}, save)
+        return session.run({name: PLANS[name](session) for name in names}, save)
 
 
 class Kept:
@@ -75,14 +68,6 @@ class Kept:
         self.file = folder / "results.json"
         self.results: Record | None = None
         self.last: Record | None = None  # of the run before, if it can be read
-
-    def run(self, names: Sequence[str], device: torch.device, dtypes: Any, **options: Any) -> int:
-        """The exit code: 0, or that of an interrupted program."""
-        try:
-            run(names, device, dtypes, save=self.save, **options)
-        except KeyboardInterrupt:  # what there is was saved
-            return INTERRUPTED
-        return 0
 
     def save(self, found: Record) -> None:
         if self.results is None and self.file.exists():
