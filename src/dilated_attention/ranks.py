@@ -48,8 +48,8 @@ class Outcome:
 
 class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
-        failed = [f"\nrank {x.rank}: {x.error_type}: {x.error}\n{x.traceback}" for x in outcomes if x.error_type]
-        super().__init__(f"{what} failed on {len(failed)} of {len(outcomes)} ranks\n" + "".join(failed))
+        failed = [f"rank {x.rank}: {x.error_type}: {x.error}\n{x.traceback}" for x in outcomes if x.error_type]
+        super().__init__(f"{what} failed on {len(failed)} of {len(outcomes)} ranks: " + "\n".join(failed))
 
 
 class Pool:

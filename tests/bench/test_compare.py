@@ -18,7 +18,7 @@ from dilated_attention.bench.session import FAILED, FAR, Session
 from dilated_attention.bench.setting import BOTH, FORWARD, Implementation, Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import RULES
-from dilated_attention.ranks import Outcome
+from dilated_attention.ranks import Outcome, RanksFailed
 
 CPU = torch.device("cpu")
 SETTING = Setting(128, (32, 64, 128), (1, 2, 4), CPU, heads=4, head_dim=8)
@@ -178,19 +178,15 @@ def test_over_ranks_too_a_wrong_one_is_caught(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("outcome", "is_memory"),
+    ("error_type", "error", "is_memory"),
     [
-        ({"error": "no", "error_type": "ValueError"}, False),
-        (
-            {"error": "the process ended with exit code -9 after 2.0 s", "error_type": "hung"},
-            False,
-        ),  # so that we killed it
-        ({"error": "the process ended with exit code -9 after 2 s", "error_type": "died"}, True),
-        ({"error": "", "error_type": "MemoryError"}, True),
-        ({"error": "CUDA out of memory. Tried to allocate 2.00 GiB", "error_type": "OutOfMemoryError"}, True),
+        ("ValueError", "no", False),
+        ("hung", "the process ended with exit code -9 after 2.0 s", False),  # so that we killed it
+        ("died", "the process ended with exit code -9 after 2 s", True),
+        ("MemoryError", "", True),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", True),
     ],
 )
-def test_what_counts_as_out_of_memory_on_a_rank(outcome: dict[str, Any], is_memory: bool) -> None:
-    with pytest.raises(RuntimeError) as error:
-        runners.raise_if_failed([Outcome(0), Outcome(1, **outcome)])
-    assert runners.ran_out(str(error.value)) == is_memory
+def test_what_counts_as_out_of_memory_on_a_rank(error_type: str, error: str, is_memory: bool) -> None:
+    outcomes = [Outcome(0), Outcome(1, error="no", error_type="ValueError"), Outcome(2, None, error, error_type)]
+    assert runners.ran_out(RanksFailed("a call", outcomes)) == is_memory

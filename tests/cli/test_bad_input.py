@@ -83,7 +83,7 @@ def changed(place: str, value: Any) -> str:
         ("extra", functools.reduce(lambda x, _: [x], range(50), 0), "nested too deeply"),
         ("schema", None, "it has no schema"),
         ("measurements.0.peak_bytes", 10**400, "is not a finite number below 2^63"),
-        ("measurements.0.ms.median", float("nan"), "NaN is not a finite number"),
+        ("measurements.0.ms.median", float("nan"), "nan is not a finite number"),
         ("measurements.0.ms.median", 1e15, "the median of measurements[0] is not between its"),
         ("measurements.0.ms.lower", 0, "or they are not above 0"),
         ("machine.versions", ["torch"], "machine.versions must be an object"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dilated_attention.cli.tables import print_results
+from dilated_attention.cli.bench import print_results
 
 Results = dict[str, Any]
 

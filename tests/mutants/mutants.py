@@ -425,7 +425,7 @@ MUTANTS = [
     M("what-is-wrong-is-timed", "An implementation whose results are wrong gets a time.", "bench/session.py",
       "if not check.right(*wanted):", "if False:"),
     M("names-move-the-cursor", "Control characters in a results file reach the terminal.", "bench/results.py",
-      "escaped(leaf) if isinstance(leaf, str) else leaf", "leaf"),
+      "escaped(value) if isinstance(value, str) else value", "value"),
     M("a-median-beyond-its-quartiles", "A results file whose median is not between its quartiles is read.",
       "bench/results.py", '<= one["ms"]["median"] <=', "<="),
     M("noise-is-a-change", "A change of time counts though the quartiles overlap.", "bench/regress.py",

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention import charts
-from dilated_attention.bench.results import measured
+from dilated_attention.bench import plots
+from dilated_attention.bench.page import page
+from dilated_attention.bench.results import MEASURED_BY, measured
 
 COLUMNS = (
-    "suite", "implementation", "kind", "ours", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths",
-    "rates", "dtype", "causal", "direction", "status", "why", "ms_median", "ms_lower", "ms_upper", "ms_repeats",
-    "flops", "peak_bytes",
+    *MEASURED_BY, "ours", "status", "why", "ms_median", "ms_lower", "ms_upper", "ms_repeats", "flops", "peak_bytes",
 )  # fmt: skip
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of show
-NEEDED = ("vl_convert", "jinja2")
 
 
 def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
@@ -26,15 +25,10 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
     charts.write(folder / "results.csv", table(results["measurements"]).encode())
     written = [folder / "results.csv"]
     try:
-        for name in NEEDED:
-            charts.library(name)
+        charts.library("vl_convert", "the page needs")
     except ModuleNotFoundError as error:
-        how = f'pip install ".[bench]" from a clone, then run: dilated-attention report {folder}'
-        say(f"no page, because it needs {error.name}: {how}")
+        say(f"{error}, then run: dilated-attention report {folder}")
         return written
-    from dilated_attention.bench import plots
-    from dilated_attention.bench.page import page
-
     for name, picture in plots.pictures(results).items():
         if picture is None:
             say(f"no plot of {name}: nothing of it was measured")

@@ -63,7 +63,7 @@ def load(path: Path) -> Record:
     """A results file, or the one in a folder."""
     file = path / "results.json" if path.is_dir() else path
     try:
-        found = _parsed(file.read_bytes())
+        found = _parsed(file.read_bytes().decode("utf-8"))
         if not isinstance(found, dict) or "schema" not in found:
             raise ValueError("it has no schema; `dilated-attention bench` writes one")
         if found["schema"] != SCHEMA:
@@ -74,28 +74,22 @@ def load(path: Path) -> Record:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not a results file: {error}") from error
-    checked: Record = charts.changed(found, lambda leaf: escaped(leaf) if isinstance(leaf, str) else leaf)
-    return checked
+    return found
 
 
-def _parsed(content: bytes) -> Any:
-    """JSON whose numbers are finite; how deep its lists are is counted before anything goes down into them."""
+def _parsed(text: str) -> Any:
+    """JSON with texts that are escaped and finite numbers; how deep it is, is counted before anything goes down."""
+    tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text)
+    steps = (1 if token in "[{" else -1 for token in tokens if token in "[]{}")
+    if max(itertools.accumulate(steps), default=0) > DEEPEST:
+        raise ValueError("its values are nested too deeply")
+    return charts.changed(json.loads(text), _leaf)
 
-    def number(digits: str) -> float:
-        value = float(digits)
-        if not abs(value) < LARGEST:
-            raise ValueError(f"{digits[:20]} is not a finite number below 2^63")
-        return value if re.search("[.eE]", digits) else int(digits)
 
-    try:
-        text = content.decode("utf-8")
-        tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text)
-        steps = (1 if token in "[{" else -1 for token in tokens if token in "[]{}")
-        if max(itertools.accumulate(steps), default=0) > DEEPEST:
-            raise ValueError("its values are nested too deeply")
-        return json.loads(text, parse_float=number, parse_int=number, parse_constant=number)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"it is not JSON: {error}") from error
+def _leaf(value: Any) -> Any:
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        raise ValueError(f"{str(value)[:20]} is not a finite number below 2^63")
+    return escaped(value) if isinstance(value, str) else value
 
 
 def _check(value: Any, spec: Any, place: str = "") -> None:
@@ -106,7 +100,7 @@ def _check(value: Any, spec: Any, place: str = "") -> None:
         (spec,) = spec
     kind: Any = type(spec) if isinstance(spec, list | dict) else spec
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise ValueError(f"{place} must be {NAMES.get(kind, str(kind))}, got {escaped(repr(value))[:60]}")
+        raise ValueError(f"{place} must be {NAMES.get(kind, str(kind))}, got {repr(value)[:60]}")
     if isinstance(spec, list):
         for index, item in enumerate(value):
             _check(item, spec[0], f"{place}[{index}]")
@@ -170,16 +164,19 @@ def with_ranks(one: Record) -> str:
     return name if one["ranks"] == 1 or said in name else f"{name}, {said}"
 
 
+def checked_as(check: Record) -> str:
+    return f"{with_ranks(check)} ({check['dtype']}{', causal' * check['causal']})"
+
+
 def segments(one: Record) -> str:
     return "w={} r={}".format(*(",".join(map(str, one[key])) for key in ("lengths", "rates")))
 
 
 def setting(one: Record) -> str:
     """All that two measurements must share to be compared, but for their length, from which `suggest` has segments."""
-    causal = ", causal" if one["causal"] else ""
     chosen = "suggested w and r" if one.get("suggested") else segments(one)
     shape = "B={samples} H={heads} D={head_dim}".format(**one)
-    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {chosen}"
+    return f"{one['suite']}: {one['dtype']}{', causal' * one['causal']}, {shape}, {chosen}"
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

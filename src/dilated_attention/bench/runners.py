@@ -17,7 +17,7 @@ from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, Measure, cpu_milliseconds, measure_of, results
 from dilated_attention.bench.setting import BOTH, Build, Implementation, Setting, Subject, forget_inputs
 from dilated_attention.distributed.sequence import gather_sequence
-from dilated_attention.ranks import Outcome, pool
+from dilated_attention.ranks import pool
 
 TIMEOUT = 300.0
 # how torch and the system say that there is no memory left; a rank that dies of signal 9 was ended by the system
@@ -55,19 +55,11 @@ def release(ranks: Iterable[int]) -> None:
 def _everywhere(ranks: int, function: Any, *args: Any) -> list[Any]:
     if ranks == 1:
         return [function(*args)]
-    outcomes = pool(ranks).run(function, *args, check=False, timeout=TIMEOUT)
-    raise_if_failed(outcomes)
-    return [x.value for x in outcomes]
+    return pool(ranks).run(function, *args, timeout=TIMEOUT)
 
 
-def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
-    """Of several errors first one that says that there was no memory."""
-    if said := [f"rank {x.rank}: {x.error_type}: {x.error}" for x in outcomes if x.error_type is not None]:
-        raise RuntimeError(min(said, key=lambda one: not ran_out(one)))
-
-
-def ran_out(message: str) -> bool:
-    return any(sign in message for sign in SIGNS)
+def ran_out(error: Exception) -> bool:
+    return any(sign in str(error) for sign in SIGNS)
 
 
 def _over_ranks(one: Implementation, direction: str) -> list[float]:

@@ -258,7 +258,7 @@ def _speed_key(record: Record) -> tuple[Any, ...]:
 def _fail(records: Iterable[Record], error: Exception) -> None:
     """Of those that have not ended in another way."""
     why = _first_line(error)
-    _end((x for x in records if not x["status"]), "out of memory" if runners.ran_out(why) else "wrong", why)
+    _end((x for x in records if not x["status"]), "out of memory" if runners.ran_out(error) else "wrong", why)
 
 
 def _end(records: Iterable[Record], status: str, why: str) -> dict[str, Measure]:

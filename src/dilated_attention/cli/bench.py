@@ -31,13 +31,17 @@ from argparse import Namespace
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dilated_attention import charts
+from dilated_attention.bench.results import Record, checked_as, far_off
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
+from dilated_attention.units import cell_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dilated_attention.bench.suites import Kept
 
 OPTIONS = (
@@ -84,14 +88,13 @@ def run(given: Namespace) -> int:
     return code or int(kept.results is not None and suites.is_ours_wrong(kept.results))
 
 
-def _show(kept: Kept, results: dict[str, Any], given: Namespace) -> None:
+def _show(kept: Kept, results: Record, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine, regress
     from dilated_attention.bench.report import write_report
     from dilated_attention.bench.suites import PREVIOUS
     from dilated_attention.cli.compare import summary
     from dilated_attention.cli.output import console, print_json, print_written
-    from dilated_attention.cli.tables import print_results
 
     screen = console(stderr=given.json)
     if given.json:
@@ -104,3 +107,38 @@ def _show(kept: Kept, results: dict[str, Any], given: Namespace) -> None:
         screen.print(f"compared with the run before: {summary(regress.compare(kept.last, results))}")
         screen.print(f"to see which: dilated-attention compare {given.out / PREVIOUS} {given.out}")
     print_written(screen, given.out, [*files, kept.file, page])  # the page last: that is what to open
+
+
+def print_results(screen: Console, results: Record) -> None:
+    """The tables of the report but for the claims and what cannot run here, what is wrong, and the answer."""
+    from dilated_attention.bench import page
+
+    run = [one for one in results["measurements"] if one["status"] != "skipped"]
+    for suite in page.suites({**results, "measurements": run}):
+        for table in suite["tables"]:
+            _print_table(screen, f"{suite['suite']}: {table['title']}", table)
+    failed = [check for check in results["checks"] if check["verdict"] != "exact"]  # these have no times
+    for check in sorted(failed, key=lambda check: not check["ours"]):
+        why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
+        text = f"{checked_as(check)}: {check['verdict']}: {why}"
+        screen.print(f"OURS: {text}" if check["ours"] else text, style="bold red" if check["ours"] else None)
+    if results["recommendations"]:
+        _print_table(screen, "which to use", page.recommendations(results))
+    screen.print("\n" + results["answer"].replace("`", ""), style="bold")
+    machine = results["machine"]
+    if machine.get("too_busy"):
+        others = machine.get("others")
+        took = "" if others is None else f": other work took {others:.0%} of its cores"
+        text = f"The machine was too busy to trust these times{took}. Run it again when idle."
+        screen.print(text, style="bold red")
+    if not results["complete"]:
+        screen.print("The run was interrupted: this is what it had until then.")
+
+
+def _print_table(screen: Console, title: str, table: Record) -> None:
+    from dilated_attention.cli.output import print_table
+
+    rows = [[cell_text(cell).replace("`", "") for cell in row] for row in table["rows"]]
+    print_table(screen, title, table["columns"], rows)
+    if table["note"]:
+        screen.print(table["note"].replace("`", ""))

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.bench.results import load, setting, with_ranks
+from dilated_attention.bench.results import checked_as, load, setting, with_ranks
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.cli.report import RESULTS
@@ -50,7 +50,6 @@ def run(given: Namespace) -> int:
 def _print(screen: Console, regression: Regression) -> None:
     """What is the same is only counted."""
     from dilated_attention.cli.output import print_table
-    from dilated_attention.cli.tables import checked_as
 
     if regression.origins:
         print_table(screen, "where they come from", ["", "<before", "<after"], regression.origins)

@@ -31,11 +31,10 @@ def run(given: Namespace) -> None:
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
     from dilated_attention.bench import machine
     from dilated_attention.bench.conclude import conclusions
-    from dilated_attention.bench.report import NEEDED, write_report
+    from dilated_attention.bench.report import write_report
     from dilated_attention.cli.output import console, print_written
 
-    for name in NEEDED:
-        charts.library(name)
+    charts.library("vl_convert")
     screen, files = console(), []
     if given.conclude:
         found = {**found, **conclusions(found)}

@@ -22,6 +22,7 @@ from dilated_attention import charts
 from dilated_attention.bench import plots
 from dilated_attention.bench.conclude import ONE_FUNCTION, code_of
 from dilated_attention.bench.results import (
+    SPEC,
     Record,
     measured,
     milliseconds,
@@ -41,10 +42,7 @@ QUESTIONS = {
     "scaling": "How do all of them compare by length, batch size, heads and dtype?",
     "optimisations": "What does each optimisation save?",
 }
-ENVIRONMENT = {
-    "date": "date", "command": "command", "commit": "commit", "dirty": "uncommitted changes", "device": "device",
-    "cpu": "CPU", "cores": "cores", "threads": "threads", "load": "load at the start", "system": "system",
-}  # fmt: skip
+LABELS = {"dirty": "uncommitted changes", "cpu": "CPU", "load": "load at the start"}  # of what is said of a machine
 USES = ["use case", "<use", "<measured", "<equally fast", "<next best"]
 CLAIMS = {"claim": "claim", "claimed": "<claimed", "ours": "<measured here", "holds": "<holds", "how": "<how"}
 Row = Sequence[Any]
@@ -177,7 +175,8 @@ def _worst(checks: Iterable[Record]) -> str:
 
 def _environment(results: Record) -> Record:
     machine = results["machine"]
-    found = {label: machine[key] for key, label in ENVIRONMENT.items()} | machine["versions"]
+    found = {LABELS.get(name, name): machine[name] for name in SPEC["machine"] if name != "versions"}
+    found |= machine["versions"]
     if machine["dirty"] is None:
         found["uncommitted changes"] = "not known"
     run = "complete" if results["complete"] else "interrupted"
