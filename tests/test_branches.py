@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from torch import Tensor
 
 import dilated_attention as da
 from dilated_attention import Pattern, dilated_attention, reference, testing
+from dilated_attention.blocks import plan
 from dilated_attention.branches import KINDS, Blocks, Branch, Dense, Dilated, Global, Prefix, Strided, Window
 from dilated_attention.branches.base import Rect, rows_at
+from dilated_attention.call import Call
 
 
 def drawn(kind: str, n: int, pick: random.Random) -> Branch:
@@ -133,6 +136,16 @@ def test_a_new_kind_is_one_class(backend: str) -> None:
     qkv = testing.make_qkv(2, 30, 2, 8, dtype=torch.float64)
     got = dilated_attention(*qkv, pattern, is_causal=True, backend=backend)
     assert (got - reference.attention(*qkv, pattern, is_causal=True)[0]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_branches_in_any_order_leave_nothing_to_mask(is_causal: bool) -> None:
+    """Where a key counts once, pairs are cut out of the branch that they can be cut out of best."""
+    for some in itertools.permutations([Window(9), Strided(8), Global(1), Prefix(2), Dilated(32, 4, 0), Dense()], 3):
+        if {Strided, Dilated} <= {type(branch) for branch in some}:
+            continue  # these overlap here and there
+        call = Call(Pattern(some), is_causal, samples=1, queries=64, keys=64, heads=1, kv_heads=1, total=64)
+        assert not any(block.but for block in plan(call).blocks), some
 
 
 def test_what_is_wrong_with_a_pattern_is_said() -> None:

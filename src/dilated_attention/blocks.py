@@ -231,7 +231,9 @@ def plan(
     blocks: list[Block] = []
     written: set[int] = set()
     bare = list(range(call.kv_heads)) if apart else []
-    for index in call.pattern.order:  # with a rate of 1 the first branch writes every row, and nothing needs filling
+    for index in call.pattern.order(
+        call.drops
+    ):  # with a rate of 1 the first branch writes every row, and nothing needs filling
         branch, heads = branches[index], [head for head, _ in call.placed(index)]
         fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
         bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
@@ -348,7 +350,7 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
         queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
         if not queries:
             continue
-        for rect, but in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal):
+        for rect, but in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops):
             first, segment, zeros = rect.queries.start, begin, 0
             if isinstance(branch, Dilated):
                 segment += first - first % branch.length

@@ -149,11 +149,13 @@ class Pattern:
         for branch in self.listed:
             yield branch if branch.heads is not None else dataclasses.replace(branch, heads=every)
 
-    @property
-    def order(self) -> list[int]:
-        """In which branches are computed: those that are summed the densest first. Internal."""
+    def order(self, drops: bool) -> list[int]:
+        """In which branches are computed: those that are summed the densest first. Internal.
+
+        Where a key counts once, it is the first branch's: as listed if dropout ``drops``, else as pairs are cut best.
+        """
         if self.counts == "once":
-            return [*range(len(self.listed))]
+            return sorted(range(len(self.listed)), key=lambda index: not (drops or self.listed[index].cuts))
         rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self._resolved(1)]
         return sorted(range(len(rates)), key=rates.__getitem__)
 
@@ -177,13 +179,16 @@ class Pattern:
             if branch.members and branch.members[-1] >= kv_heads:
                 raise ValueError(f"{branch} is for key/value head {branch.members[-1]}, and there are {kv_heads}")
 
-    def parts(self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> Iterator[Part]:
+    def parts(
+        self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool, drops: bool = False
+    ) -> Iterator[Part]:
         """The pairs of a branch that count, of a key/value head and some queries of a sequence. Internal.
 
         With each rectangle come the branches whose pairs are to be left out of it; what can be cut away is.
         """
-        branches = self.branches_for(kv_heads)
-        earlier = [other for other in branches[:branch] if head in other.members] if self.counts == "once" else []
+        branches, order = self.branches_for(kv_heads), self.order(drops)
+        before = order[: order.index(branch)] if self.counts == "once" else []
+        earlier = [branches[index] for index in before if head in branches[index].members]
         return parts_of(branches[branch], earlier, head, queries, n, is_causal)
 
     def keys(

@@ -182,6 +182,8 @@ MUTANTS = [
       "keys = keys.inside(keys.start, queries.last + high + (queries.length > 1 or high != 0))"),
     M("one-earlier-key-forgotten", "Several queries do not see a single earlier key.", "bands.py",
       "        if not part.is_empty:\n            yield", "        if part.keys.rows > 1:\n            yield"),
+    M("dropout-of-another-branch", "A pair of two branches drops by the draw of the one that it is computed with.",
+      "blocks.py", "call.held.total, call.is_causal, call.drops)", "call.held.total, call.is_causal)"),
     M("few-queries-of-two-samples", "Samples whose queries are at the same position count as one.",
       "backends/blockwise.py", "backward, False, sample)", "backward, False, positions.tolist().index(at))"),
     M("few-queries-gradient-replaced", "The gradient that a key gets from one branch replaces that from another.",

@@ -171,6 +171,7 @@ class Branch:
     """
 
     kind: ClassVar[str]  # its name in `to_dict`
+    cuts: ClassVar[bool] = False  # whether `without` has rectangles for most others, so that it is best asked first
 
     _: KW_ONLY
     heads: Iterable[int] | None = None

@@ -96,6 +96,7 @@ class Dense(Branch):
     """
 
     kind: ClassVar[str] = "dense"
+    cuts: ClassVar[bool] = True
 
     def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (query >= 0) & (key >= 0)

@@ -13,6 +13,8 @@ from torch import Tensor
 from dilated_attention.branches.base import Branch, Rect, Rows, in_order, rising, rows_at
 from dilated_attention.checks import check_int
 
+MOST_PARTS = 64  # rectangles that are left of one
+
 
 @dataclass(frozen=True, repr=False)
 class Prefix(Branch):
@@ -28,6 +30,7 @@ class Prefix(Branch):
     """
 
     kind: ClassVar[str] = "prefix"
+    cuts: ClassVar[bool] = True
 
     count: int
 
@@ -59,6 +62,7 @@ class Global(Branch):
     """
 
     kind: ClassVar[str] = "global"
+    cuts: ClassVar[bool] = True
 
     tokens: int | Iterable[int]
 
@@ -87,6 +91,15 @@ class Global(Branch):
             for gap in gaps:
                 yield Rect(rows, Rows(gap.start, 1, len(gap))).between(high=0 if is_causal else None)
 
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        if isinstance(self.tokens, int):
+            return [part.turned() for some in after(rect, self.tokens) for part in after(some.turned(), self.tokens)]
+        spans = list(between(rect.queries, self.tokens)), list(between(rect.keys, self.tokens))
+        if rect.repeats > 1 or len(spans[0]) * len(spans[1]) > MOST_PARTS:
+            return None
+        parts = [rect._replace(queries=queries, keys=keys).between() for queries in spans[0] for keys in spans[1]]
+        return [part for part in parts if not part.is_empty]
+
 
 def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
     """All queries with these keys; when causal those that see all of them, then those that see some."""
@@ -96,6 +109,15 @@ def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
     yield Rect(rows_at(0, 1, max(queries.start, keys.last), queries.stop), keys)
     some = rows_at(0, 1, queries.start, min(queries.stop, keys.last))
     yield Rect(some, keys).between(high=0)
+
+
+def between(rows: Rows, tokens: Iterable[int]) -> Iterator[Rows]:
+    """The rows before, between and after some tokens."""
+    borders = [rows.start - 1, *(token for token in tokens if token in rows.tokens), rows.last + 1]
+    for before, token in itertools.pairwise(borders):
+        part = rows.inside(before + 1, token)
+        if part.length:
+            yield part
 
 
 def after(rect: Rect, token: int) -> list[Rect]:

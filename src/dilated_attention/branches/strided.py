@@ -53,3 +53,9 @@ class Strided(Branch):
             start, period = segment.start + self.offset, width if repeats > 1 else 0
             rows, keys = rows_at(0, 1, some.start, some.stop), rows_at(start, self.rate, start, segment.stop)
             yield Rect(rows, keys, None, None, repeats, period).between(high=0 if is_causal else None)
+
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        steps = rect.period, rect.keys.step if rect.keys.length > 1 else 0
+        if self.length is not None or any(step % self.rate for step in steps):
+            return None
+        return [] if rect.keys.start % self.rate == self.offset else [rect]

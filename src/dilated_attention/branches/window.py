@@ -30,6 +30,7 @@ class Window(Branch):
     """
 
     kind: ClassVar[str] = "window"
+    cuts: ClassVar[bool] = True
 
     left: int
     right: int | None = None

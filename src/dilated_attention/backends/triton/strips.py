@@ -70,7 +70,8 @@ def _rects(call: Call, branch: int, head: int, of_keys: bool) -> Iterator[Rect |
     """Those of a branch; None in the place of one with a mask."""
     heads, is_listed = call.held.total, isinstance(call.pattern.branches_for(call.held.total)[branch], Blocks)
     for begin, end in itertools.pairwise(call.cu_seqlens or (0, call.total)):
-        for rect, but in call.pattern.parts(branch, head, range(end - begin), end - begin, heads, call.is_causal):
+        mine = range(end - begin), end - begin, heads, call.is_causal, call.drops
+        for rect, but in call.pattern.parts(branch, head, *mine):
             if but:
                 yield None
             elif not rect.is_empty:
