@@ -270,7 +270,9 @@ class Pattern:
         per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
         return check_int("num_tokens", num_tokens, least=0) * per_token
 
-    def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
+    def coverage(
+        self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
+    ) -> torch.Tensor:
         """(N, H) bool: True where some branch shows the row a key; the others get output 0 and lse -inf.
 
         Examples:
@@ -278,14 +280,36 @@ class Pattern:
             [True, False, True, False]
         """
         group = self.check_heads(num_heads, num_kv_heads)
-        queries = range(check_int("num_tokens", num_tokens, least=0))
-        covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
-        for branch in self.branches_for(num_heads // group):
-            for head in branch.members:
-                for rect in branch.rects(head, queries, num_tokens, False):
-                    for one in rect.singles() if not rect.is_empty else ():
-                        covered[one.queries.tokens, head] = True
-        return covered.repeat_interleave(group, dim=1)
+        kv_heads, queries = num_heads // group, range(check_int("num_tokens", num_tokens, least=0))
+        heads = [self.covered(head, queries, num_tokens, kv_heads, is_causal) for head in range(kv_heads)]
+        return torch.stack(heads, 1).repeat_interleave(group, dim=1)
+
+    def covered(self, head: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> torch.Tensor:
+        """Which of the queries, a sequence's first ones, see a key in a key/value head. Internal."""
+        covered = torch.zeros(len(queries), dtype=torch.bool)
+        for branch in self.branches_for(kv_heads):
+            for rect in branch.rects(head, queries, n, is_causal) if head in branch.members else ():
+                if not rect.is_empty:
+                    (start, step, count), times = rect.queries, rect.repeats
+                    covered.as_strided((times, count), (rect.period, step), start).fill_(True)
+        return covered
+
+    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
+        """Draws which keys each query sees, as an Altair chart for a notebook.
+
+        By default it draws as many tokens as show the pattern, 512 at most, and up to four heads, or so many that each
+        branch has one. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
+        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
+        so many shards; ``colour``: the largest "share" of a cell's pairs that one branch shows (default), or the first
+        "branch" that shows any.
+
+        Examples:
+            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
+            >>> chart.save("pattern.png")  # doctest: +SKIP
+        """
+        from dilated_attention.show import plot
+
+        return plot(self, num_tokens, num_heads, **options)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -413,22 +437,6 @@ class DilatedPattern(Pattern):
         from dilated_attention.advice import pattern_for  # the tools stand above this file
 
         return pattern_for(tokens, heads, rule, kv_heads)
-
-    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
-        """Draws which keys each query sees, as an Altair chart for a notebook.
-
-        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
-        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
-        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
-
-        Examples:
-            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
-            >>> chart.save("pattern.png")  # doctest: +SKIP
-        """
-        from dilated_attention.show import plot
-
-        return plot(self, num_tokens, num_heads, **options)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:

@@ -68,5 +68,5 @@ def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None
     x, y = x - canvas.size["width"] / 2, y - canvas.size["height"] / 2  # selenium counts from the middle
     ActionChains(browser).move_to_element_with_offset(canvas, round(x), round(y)).perform()
     hovered = wait(browser).until(lambda page: page.find_element("css selector", ".vg-tooltip.visible"))
-    assert " ".join(hovered.text.split()) == "queries 1 keys 9 branch w=16 r=4 share of pairs 100%"
+    assert " ".join(hovered.text.split()) == "queries 1 keys 9 branch w=16 r=4 share of pairs 100% counts 1"
     keeps_to_itself(browser, file)

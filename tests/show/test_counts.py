@@ -2,56 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from dilated_attention import DilatedPattern
+import dilated_attention as da
+from dilated_attention import DilatedPattern, Pattern
+from dilated_attention.branches import KINDS
 from dilated_attention.pattern import RULES
 from dilated_attention.show import View
 from dilated_attention.show.counts import edges
+from tests.test_branches import drawn
 
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Every rule; lengths and rates that divide nothing, or are longer than the sequence."""
+    """Every rule and kind; lengths and rates that divide nothing, or are longer than the sequence."""
     tokens, kv_heads, group = draw(st.integers(1, 40)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
     count = draw(st.integers(1, min(3, kv_heads)))
-    branch = st.tuples(st.integers(1, 45), st.integers(1, 9))
-    branches = draw(st.lists(branch, min_size=count, max_size=count))
-    pattern = DilatedPattern(draw(st.sampled_from(RULES)), *zip(*branches, strict=True))
+    if draw(st.booleans()):
+        branch = st.tuples(st.integers(1, 45), st.integers(1, 9))
+        branches = draw(st.lists(branch, min_size=count, max_size=count))
+        pattern: Pattern = DilatedPattern(draw(st.sampled_from(RULES)), *zip(*branches, strict=True))
+    else:
+        pick = random.Random(draw(st.integers(0, 2**32)))
+        listed = [drawn(pick.choice([*KINDS]), tokens, pick) for _ in range(count)]
+        listed[-1] = dataclasses.replace(listed[-1], heads=pick.choice([None, [0], [kv_heads - 1, 0]]))
+        pattern = Pattern(listed, counts=pick.choice(["once", "sum"]))
     start = draw(st.integers(0, tokens - 1))
     window = start, draw(st.integers(start + 1, tokens))
     more = {"kv_heads": kv_heads, "is_causal": draw(st.booleans()), "cells": draw(st.integers(1, 40))}
     return View(pattern, tokens, kv_heads * group, window=window, **more)
 
 
-def seen_in_branch(view: View, branch: int, head: int) -> list[tuple[int, int]]:
-    """Queries and keys by the words of pattern.py: same segment, and both at the head's offset."""
-    kv_heads, (width, rate) = view.kv_heads or view.heads, view.pattern.branches[branch]
+def seen_in(view: View, head: int) -> Tensor:
+    """(branches, queries, keys): by the definitions alone."""
+    kv_heads, token = view.kv_heads or view.heads, torch.arange(view.tokens)
     kv_head = head * kv_heads // view.heads
-    if kv_head not in view.pattern.heads(branch, kv_heads):
-        return []
-    offset = view.pattern.offset(branch, kv_head, kv_heads)
-    rows = [token for token in range(view.tokens) if token % width % rate == offset]
-    return [(q, k) for q in rows for k in rows if q // width == k // width and (k <= q or not view.is_causal)]
+    found = torch.zeros(len(view.branches), view.tokens, view.tokens, dtype=torch.bool)
+    for index, branch in enumerate(view.pattern.branches_for(kv_heads)):
+        if kv_head in branch.members:
+            found[index] = branch.sees(kv_head, token[:, None], token)
+    return found.tril() if view.is_causal else found
 
 
 @given(views(), st.data())
-def test_every_cell_has_the_pairs_that_the_pattern_lists(view: View, data: st.DataObject) -> None:
+def test_every_cell_has_the_pairs_that_the_branches_show(view: View, data: st.DataObject) -> None:
     assert sorted(head for picture in view.pictures for head in picture.heads) == [*range(view.heads)]
     picture = data.draw(st.sampled_from(view.pictures))
-    head = data.draw(st.sampled_from(picture.heads))
-    seen = [seen_in_branch(view, branch, head) for branch in range(len(view.pattern.branches))]
-    stretches = [range(*pair) for pair in itertools.pairwise(view.edges)]
-    for (i, queries), (j, keys) in itertools.product(enumerate(stretches), repeat=2):
-        found = [sum(q in queries and k in keys for q, k in pairs) for pairs in seen]
-        assert picture.share[i, j].item() == pytest.approx(max(found) / len(queries) / len(keys), rel=1e-12)
-        if max(found):
-            assert picture.branch[i, j] == found.index(max(found)), "the first of the densest"
+    seen = seen_in(view, data.draw(st.sampled_from(picture.heads))).double()
+    for (i, queries), (j, keys) in itertools.product(enumerate(itertools.pairwise(view.edges)), repeat=2):
+        found = seen[:, slice(*queries), slice(*keys)].mean((1, 2))
+        assert picture.share[i, j].item() == pytest.approx(found.max().item(), rel=1e-12)
+        assert picture.times[i, j].item() == pytest.approx(found.sum().item(), rel=1e-12)
+        assert picture.branch[i, j] == next((x for x, share in enumerate(found) if share), -1), "the first"
+
+
+@given(views())
+def test_what_a_query_sees_and_which_rows_are_covered(view: View) -> None:
+    """As the facts tell it, and the pattern itself."""
+    pattern, heads = view.pattern, {"num_heads": view.heads, "num_kv_heads": view.kv_heads}
+    covered = pattern.coverage(view.tokens, **heads, is_causal=view.is_causal)
+    query = view.tokens // 2
+    for kind in View(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal).kinds:
+        seen = seen_in(view, kind[0])
+        assert torch.equal(covered[:, kind[0]], seen.any(0).any(1))
+        asked = View(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal, kind[0], query)
+        *_, said = asked.facts()
+        for name, keys in zip(view.branch_names, seen[:, query], strict=True):
+            some = keys.nonzero().flatten().tolist()
+            listed = [*some[:6], "…", some[-1]] if len(some) > 8 else some
+            told = f" {len(some)} key{'s' * (len(some) > 1)} in {name} ({' '.join(map(str, listed))})"
+            assert (told in said) if some else f"in {name} (" not in said or view.branch_names.count(name) > 1
 
 
 @pytest.mark.parametrize(
@@ -93,6 +121,21 @@ def test_no_length_is_too_long(tokens: int) -> None:
     assert torch.all((picture.share > 0) & (picture.share <= 1))
     assert picture.share[0, 1] == 2.0**-40, "one row in 2**20, queries and keys"
     assert picture.branch[0].tolist() == [0] + [2] * (len(view.edges) - 2)
+
+
+@pytest.mark.parametrize("tokens", [10**9, 2**48])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_any_kind_of_any_length(tokens: int, is_causal: bool) -> None:
+    pattern = Pattern(
+        [da.Global([0, tokens // 2]), da.Prefix(4), da.Window(1023), da.Window(64, rate=8), da.Strided(2**20),
+         da.Strided(64, length=2**20), da.Dilated(100, 3, 1), da.Dilated(tokens - 7, 2**20, 5),
+         da.Blocks.bigbird(tokens // 512, num_tokens=tokens)]
+    )  # fmt: skip
+    view = View(pattern, tokens, 8, is_causal=is_causal, head=5)
+    pairs = [Pattern([x]).pairs(tokens, 1, is_causal=is_causal) for x in pattern.listed]
+    (picture,) = view.pictures
+    area = torch.tensor(view.edges).diff().double()
+    assert (picture.times * area * area[:, None]).sum().item() == pytest.approx(sum(pairs), rel=1e-9)
 
 
 def test_heads_that_look_the_same_are_one_picture() -> None:

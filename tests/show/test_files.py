@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dilated_attention import DilatedPattern, charts
+from dilated_attention import Dilated, DilatedPattern, Global, Pattern, Window, charts
 from dilated_attention.show import View, plot, save, terminal
 
 pytest.importorskip("altair")
@@ -21,6 +21,7 @@ from dilated_attention.show.chart import choosable, hues, panels
 from tests.page_text import data_of
 
 PATTERN = DilatedPattern.longnet([16, 64], [1, 4])
+UNION = Pattern([Global(1), Window(6, heads=[0, 1]), Dilated(1000, 8)])
 SMALL = View(PATTERN, 64, 4, query=20, ranks=2)
 
 
@@ -40,8 +41,10 @@ def rows_of(panel: Any) -> list[list[dict[str, Any]]]:
         View(PATTERN, 100, 1, window=(10, 90)),
         View(PATTERN, 70, 2),
         View(PATTERN, 5000, 2),
+        View(UNION, 500, 4),
+        View(UNION, 5000, 4, is_causal=True),
     ],
-    ids=["cell by cell", "window", "merged", "overview"],
+    ids=["cell by cell", "window", "merged", "overview", "union", "union in large cells"],
 )
 def test_a_chart_holds_every_cell_once(view: View) -> None:
     """Whatever was merged: its rectangles cover the cells with pairs, and say of each its share and branch."""
@@ -55,9 +58,11 @@ def test_a_chart_holds_every_cell_once(view: View) -> None:
                     assert (q, k) not in drawn
                     drawn[q, k] = row
         assert sorted(drawn) == [(q, k) for q, k in (picture.share > 0).nonzero().tolist()]
+        summed = view.pattern.counts == "sum"
         for (q, k), row in drawn.items():
             assert row["share"] == pytest.approx(picture.share[q, k].item(), rel=1e-3)
             assert row["branch"] == picture.branch[q, k]
+            assert row.get("count") == (pytest.approx(picture.times[q, k].item(), rel=1e-3) if summed else None)
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -122,6 +127,8 @@ def test_a_notebook_gets_a_chart() -> None:
         (PATTERN.plot(is_causal=True), View(PATTERN, 64, 4, is_causal=True)),
         (plot(divided), View(divided, 512, 2)),  # 512 tokens, a head per branch
         (plot(PATTERN, 16, 2, colour="branch"), View(PATTERN, 16, 2, colour="branch")),
+        (UNION.plot(is_causal=True), View(UNION, 512, 4, is_causal=True)),
+        (Pattern([Window(3, heads=[5])]).plot(), View(Pattern([Window(3, heads=[5])]), 64, 6)),
     ):
         assert made.to_dict()["title"] == panels(view)["title"]
 

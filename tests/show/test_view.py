@@ -42,7 +42,7 @@ def test_titles_and_captions() -> None:
         (View(DilatedPattern.head_groups([4, 8], [1, 4]), 10**9, 4, query=3), [
             "In heads 0, 1, query 3 sees 4 keys in w=4 r=1 (0 1 2 3).",
             "In heads 2, 3, 16,384 of the first 65,536 tokens get an output. The others get 0.",
-            "In heads 2, 3, query 3 sees nothing, because no branch contains it.",
+            "In heads 2, 3, query 3 sees nothing, because no branch shows it a key.",
         ]),
         (View(DilatedPattern.torchscale([8], [1]), 12, 1, query=9, ranks=4), [
             "In head 0, query 9 sees 4 keys in w=8 r=1 (8 9 10 11), 4 zero keys.",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention import charts
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.show import chart
 from dilated_attention.show.view import COLOURS, MOST_CELLS, Colour, View
 
@@ -19,12 +19,18 @@ __all__ = ["ENDINGS", "MOST_CELLS", "Colour", "View", "plot", "save"]
 ENDINGS = (".html", ".svg", ".png")
 
 
-def plot(pattern: DilatedPattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
+def plot(pattern: Pattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
     """An Altair chart of a pattern; ``options`` are those of `View`."""
-    tokens = min(max(pattern.segment_lengths), MOST_CELLS) if tokens is None else tokens
-    if heads is None:
-        heads = len(pattern.branches) if pattern.head_rule.splits_heads else min(4, max(pattern.dilation_rates))
-    return charts.library("altair").Chart.from_dict(chart.panels(View(pattern, tokens, heads, **options)))
+    if isinstance(pattern, DilatedPattern):
+        longest, rates = max(pattern.segment_lengths), pattern.dilation_rates
+        different = len(rates) if pattern.head_rule.splits_heads else min(4, max(rates))
+    else:
+        numbers = [x for branch in pattern.listed for x in branch.to_dict().values() if isinstance(x, int)]
+        longest = max([32, *numbers]) * 2
+        different = max([4, *(head + 1 for branch in pattern.listed for head in branch.members)])
+    tokens = min(longest, MOST_CELLS) if tokens is None else tokens
+    view = View(pattern, tokens, different if heads is None else heads, **options)
+    return charts.library("altair").Chart.from_dict(chart.panels(view))
 
 
 def save(view: View, file: Path) -> None:

@@ -20,7 +20,7 @@ OPACITY = [1.0, 0.62, 0.38, 0.24, 0.13]  # of the shades
 BLUE = "#2f7ed8"
 ANY = "any branch"  # the one name where colours do not tell branches apart
 LINE = "#e03131"
-COLUMNS = ["picture", "q", "q_end", "k", "k_end", "share", "level", "branch"]
+COLUMNS = ["picture", "q", "q_end", "k", "k_end", "share", "level", "branch", "count"]  # the last under "sum"
 Specification = dict[str, Any]
 
 
@@ -69,7 +69,9 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     levels, names = shades(pictures), view.branch_names
     # a list per column takes a third of the space of an object per row; in a text Altair does not check each number
     rows = [*_rows(view, pictures, levels)]
-    columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}])
+    named = COLUMNS if view.pattern.counts == "sum" else COLUMNS[:-1]
+    times = [{"field": "count", "type": "quantitative", "title": "counts", "format": ".3~"}]
+    columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(named)}])
     calculated = {
         "x": f"datum.k + {gap}", "x2": f"datum.k_end - {gap}", "y": f"datum.q + {gap}", "y2": f"datum.q_end - {gap}",
         "queries": _span("q"), "keys": _span("k"), "name": f"{json.dumps(names)}[datum.branch]",
@@ -82,7 +84,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     shares = {**legend, "title": "share of pairs", "symbolFillColor": BLUE} if view.cell_size > 1 else None
     cells = {
         "data": {"values": columns, "format": {"type": "json"}},
-        "transform": [{"flatten": COLUMNS}, *transform],
+        "transform": [{"flatten": named}, *transform],
         "mark": {"type": "rect", "clip": True, "aria": False},
         "encoding": {
             "x": _tokens(view, "x", "key", is_fixed=is_fixed),
@@ -102,6 +104,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
                 {"field": "keys"},
                 {"field": "name", "title": "branch"},
                 {"field": "share", "type": "quantitative", "title": "share of pairs", "format": ".3~%"},
+                *(times if view.pattern.counts == "sum" else []),
             ],
         },
     }  # fmt: skip
@@ -137,14 +140,15 @@ def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> 
     """The COLUMNS of each cell with pairs in it; where cells have no gaps, equal ones beside one another are one."""
     edges, has_gaps = view.edges, len(view.edges) <= GRID + 1
     for index, picture in enumerate(pictures):
-        looks = torch.stack([picture.share, picture.levels(levels), picture.branch], -1).tolist()
+        looks = torch.stack([picture.share, picture.levels(levels), picture.branch, picture.times], -1).tolist()
         for (top, bottom), row in zip(itertools.pairwise(edges), looks, strict=True):
             cells = itertools.groupby(enumerate(row), lambda cell: (cell[1], has_gaps and cell[0]))
-            for ((share, level, branch), _), alike in cells:
+            for ((share, level, branch, count), _), alike in cells:
                 (first, _), *more = alike
                 if share:
                     stop = edges[first + len(more) + 1]
-                    yield index, top, bottom, edges[first], stop, float(f"{share:.4g}"), int(level), int(branch)
+                    numbers = float(f"{share:.4g}"), int(level), int(branch), float(f"{count:.4g}")
+                    yield index, top, bottom, edges[first], stop, *numbers
 
 
 def _lines(view: View) -> Iterator[Specification]:

@@ -1,54 +1,100 @@
 """How many (query, key) pairs of a branch are in each cell of a picture, and how large a cell is.
 
-Queries and keys are cut by the same edges into stretches of tokens. Two different stretches share at most one segment
-of a branch: the one that holds the last token of the earlier stretch and the first token of the later one. So five
-numbers per stretch give every cell, and no work grows with the number of tokens.
+Queries and keys are cut by the same edges into stretches of tokens. The pairs are those of the branch's rectangles, of
+which no work grows with the number of tokens: repeats that lie in one cell are counted together, and of a band only the
+cells at its sides need more than a product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from dilated_attention.branches.base import Rect, Rows
+
 OVERVIEW = 128  # stretches of several tokens
 
 
-def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, is_causal: bool) -> Tensor:
-    """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch computes, 0 to 1."""
-    cuts = torch.tensor(edges)
-    start, stop = cuts[:-1], cuts[1:]
-    first, last = start // width, (stop - 1) // width
+def pairs_in_cells(rects: Iterable[Rect], edges: Sequence[int]) -> Tensor:
+    """(stretches of queries, stretches of keys): the pairs of these rectangles, in float64, which does not overflow."""
+    cells = len(edges) - 1
+    counts = torch.zeros(cells, cells, dtype=torch.float64)
+    for rect in rects:
+        pairs = float(rect._replace(repeats=1).pairs())
+        for index in range(rect.repeats) if rect.repeats <= cells else _add_many(counts, rect, pairs, edges):
+            one = rect.some(index, index + 1)
+            queries, keys = (rows.inside(edges[0], edges[-1]) for rows in one[:2])
+            if pairs and queries.length and keys.length:
+                _add(counts, one._replace(queries=queries, keys=keys), edges)
+    return counts
 
-    def before(token: Tensor) -> Tensor:
-        """How many rows of a segment come before one of its tokens: as float64, whose squares do not overflow."""
-        return (-((offset - token.clamp(0, width)) // rate)).clamp(min=0).double()
 
-    def rows(segment: Tensor) -> Tensor:
-        """How many rows of a segment are in each stretch."""
-        return before(stop - segment * width) - before(start - segment * width)
+def _add_many(counts: Tensor, rect: Rect, pairs: float, edges: Sequence[int]) -> Iterator[int]:
+    """Count the repeats that lie in one cell each; the others are still to be counted."""
+    cuts, period = torch.tensor(edges), rect.period
+    tokens = torch.tensor([token for rows in rect[:2] for token in (rows.start, rows.last)])
+    # the first repeats that have no row before an edge, or whose last row is not before it: from one of all these to
+    # the next, repeats lie in the same cells
+    firsts = (-((tokens - cuts[:, None]) // period)).clamp(0, rect.repeats)
+    runs = torch.tensor(sorted({0, rect.repeats, *firsts.flatten().tolist()}))
+    i, last, j, right = torch.searchsorted(cuts, tokens[:, None] + runs[:-1] * period, right=True) - 1
+    is_shown = (i >= 0) & (i < len(counts)) & (j >= 0) & (j < len(counts))
+    alone = (i == last) & (j == right)
+    found = alone & is_shown
+    counts.index_put_((i[found], j[found]), runs.diff()[found].double() * pairs, accumulate=True)
+    for first, stop in torch.stack([runs[:-1], runs[1:]], 1)[~alone].tolist():
+        yield from range(first, stop)
 
-    def alone(count: Tensor) -> Tensor:
-        """The pairs of so many rows of one segment among themselves."""
-        return count * (count + 1) / 2 if is_causal else count * count
 
-    front, back, whole = rows(first), rows(last), before(torch.tensor(width))
-    inside = alone(back) + (last - first - 1) * alone(whole)
-    own = alone(front) + torch.where(last > first, inside, 0)
-    pairs = torch.where(first[:, None] == last, front[:, None] * back, 0).tril(-1)  # queries after keys
-    if not is_causal:
-        pairs = pairs + pairs.T
-    lengths = (stop - start).double()
-    return (pairs + own.diag()) / (lengths[:, None] * lengths)
+def _add(counts: Tensor, rect: Rect, edges: Sequence[int]) -> None:
+    """Count the pairs of one rectangle in each cell that it meets."""
+    (down, down_stop), (across, across_stop) = (
+        (_stretch(x.start, edges), _stretch(x.last, edges) + 1) for x in rect[:2]
+    )
+    if (down_stop, across_stop) == (down + 1, across + 1):
+        counts[down, across] += float(rect.pairs())
+        return
+    at = edges[down]  # from here on, so that repeats are alike
+    sides = (tuple(x - at for x in some) for some in (edges[down : down_stop + 1], edges[across : across_stop + 1]))
+    one = rect._replace(queries=rect.queries.moved(-at), keys=rect.keys.moved(-at))
+    counts[down:down_stop, across:across_stop] += _spread(one, *sides)
+
+
+def _stretch(token: int, edges: Sequence[int]) -> int:
+    return bisect_right(edges, token) - 1
+
+
+@functools.lru_cache(maxsize=8)
+def _spread(rect: Rect, down: tuple[int, ...], across: tuple[int, ...]) -> Tensor:
+    """The pairs of a rectangle in each cell between these edges."""
+    (rows, first, last), (columns, left, right) = _in_stretches(rect.queries, down), _in_stretches(rect.keys, across)
+    counts = rows[:, None].double() * columns
+    least, most = left - last[:, None], right - first[:, None]  # key - query of a cell's corners
+    low, high = least.min() if rect.low is None else rect.low, most.max() if rect.high is None else rect.high
+    counts[(most < low) | (least > high)] = 0
+    for i, j in ((counts > 0) & ((least < low) | (most > high))).nonzero().tolist():
+        queries, keys = rect.queries.inside(*down[i : i + 2]), rect.keys.inside(*across[j : j + 2])
+        counts[i, j] = float(rect._replace(queries=queries, keys=keys).pairs())
+    return counts
+
+
+def _in_stretches(rows: Rows, edges: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each stretch: how many rows it has, the first and the last of them."""
+    before = (-((rows.start - torch.tensor(edges)) // rows.step)).clamp(0, rows.length)
+    return before.diff(), rows.start + before[:-1] * rows.step, rows.start + (before[1:] - 1) * rows.step
 
 
 def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int, ...]:
     """Where a picture of the tokens [start, stop) is cut: each token for itself if they are at most ``most``.
 
-    Longer stretches are in step with ``numbers``, the segment lengths and dilation rates: of two, one divides the
-    other. A stretch that is out of step with a rate would show a moiré that the pattern does not have. Where no length
-    is in step with all of them, one is taken that is much longer or much shorter than those it does not fit, if any is.
+    Longer stretches are in step with ``numbers``, the lengths of segments and blocks and the rates: of two, one divides
+    the other. A stretch that is out of step with a rate would show a moiré that the pattern does not have. Where no
+    length is in step with all of them, one is taken that is much longer or much shorter than those it does not fit, if
+    any is.
     """
     if stop - start <= most:
         return (*range(start, stop + 1),)

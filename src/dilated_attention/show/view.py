@@ -1,14 +1,15 @@
 """What a picture of a pattern shows and says, as data: `chart` and `terminal` draw it.
 
 Legend: a stretch is the tokens between two edges of the picture; a cell is the queries of one stretch with the keys of
-another; runs are the index, width, rate and offset of each branch that a head runs, and so say what it sees.
+another; heads of one kind see the same.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -16,8 +17,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from dilated_attention.branches import Branch
 from dilated_attention.checks import check_int
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.ring.shards import Shards
 from dilated_attention.show import counts
 
@@ -27,19 +29,20 @@ SHADES = 5
 MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
 MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
 MOST_RANKS = 64  # more borders would hide the picture
+LONGEST_NAME = 40  # letters
+LISTED = 8  # keys of a query
 COUNTED = 2**16  # tokens that are looked at to say which rows get an output
-
-
-Runs = tuple[tuple[int, ...], ...]
 
 
 class Picture(NamedTuple):
     """What some heads look like. Of each cell, queries down and keys across: the largest share of its pairs that one
-    branch computes, from 0 to 1, and that branch; the first one, where several compute as much."""
+    branch shows, from 0 to 1; the first branch that shows any of them, -1 without one; and the shares of all branches
+    together, which is how often a pair counts where branches are summed."""
 
     heads: list[int]
     share: Tensor
     branch: Tensor
+    times: Tensor
 
     @property
     def name(self) -> str:
@@ -66,7 +69,7 @@ def shades(pictures: Sequence[Picture]) -> dict[str, float]:
 class View:
     """A picture that was asked for; wrong questions are a ValueError."""
 
-    pattern: DilatedPattern
+    pattern: Pattern
     tokens: int
     heads: int
     kv_heads: int | None = None
@@ -98,33 +101,61 @@ class View:
         return self.window or (0, self.tokens)
 
     @cached_property
-    def edges(self) -> tuple[int, ...]:
-        return counts.edges(*self.shown, self.cells, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
+    def branches(self) -> tuple[Branch, ...]:
+        return self.pattern.branches_for(self.kv_heads or self.heads)
 
     @cached_property
-    def kinds(self) -> dict[Runs, list[int]]:
-        """The (query) heads by their runs, as far as they are looked at."""
-        kv_heads, alike = self.kv_heads or self.heads, dict[Runs, list[int]]()
-        branches = self.pattern.branches_for(kv_heads)
+    def edges(self) -> tuple[int, ...]:
+        return counts.edges(*self.shown, self.cells, rhythm(self.branches))
+
+    @cached_property
+    def kinds(self) -> list[list[int]]:
+        """The (query) heads that see the same, as far as they are looked at."""
+        kv_heads, alike = self.kv_heads or self.heads, dict[tuple[int, ...], list[int]]()
         for head in range(self.heads):
-            kv_head = head * kv_heads // self.heads
-            runs = ((i, x.length, x.rate, x.offset_of(kv_head)) for i, x in enumerate(branches) if kv_head in x.members)
-            alike.setdefault(tuple(runs), []).append(head)
-        asked = ((runs, heads) for runs, heads in alike.items() if self.head is None or self.head in heads)
-        return dict(itertools.islice(asked, MOST_KINDS))
+            alike.setdefault(self.pattern.looks(self._kv_head(head), kv_heads), []).append(head)
+        asked = (heads for heads in alike.values() if self.head is None or self.head in heads)
+        return [*itertools.islice(asked, MOST_KINDS)]
+
+    def _kv_head(self, head: int) -> int:
+        return head * (self.kv_heads or self.heads) // self.heads
 
     @cached_property
     def pictures(self) -> list[Picture]:
         """Heads that look the same are one picture: in large cells some do, though they see other keys."""
         looks: dict[bytes, Picture] = {}
-        for runs, heads in self.kinds.items():
-            shares = [counts.branch_shares(self.edges, *x[1:], is_causal=self.is_causal) for x in runs]
-            share, which = torch.stack(shares).max(0)
-            branch = torch.tensor([x[0] for x in runs])[which]
-            look = share.numpy().tobytes() + branch.numpy().tobytes()
-            if look in looks or len(looks) < MOST_PICTURES:
-                looks.setdefault(look, Picture([], share, branch)).heads.extend(heads)
+        for heads in self.kinds:
+            picture = self._picture(heads)
+            look = b"".join(x.numpy().tobytes() for x in picture[1:])
+            if look in looks:
+                looks[look].heads.extend(heads)
+            elif len(looks) < MOST_PICTURES:
+                looks[look] = picture
         return [*looks.values()]
+
+    def _picture(self, heads: list[int]) -> Picture:
+        head, cells = self._kv_head(heads[0]), len(self.edges) - 1
+        share, count = torch.zeros(2, cells, cells, dtype=torch.float64)
+        first = torch.full((cells, cells), -1)
+        for index, branch in enumerate(self.branches):
+            if head in branch.members:
+                shown = self._shares(index, branch.offset_of(head), head)
+                first[(first < 0) & (shown > 0)] = index
+                share, count = torch.maximum(share, shown), count + shown
+        return Picture([*heads], share, first, count)
+
+    def _shares(self, branch: int, offset: int, head: int) -> Tensor:
+        """The share of each cell's pairs that a branch shows to the heads of this offset, of which ``head`` is one."""
+        if self._last.get(branch, (None,))[0] != offset:
+            rects = self.branches[branch].rects(head, range(*self.shown), self.tokens, self.is_causal)
+            lengths = torch.tensor(self.edges).diff().double()
+            self._last[branch] = offset, counts.pairs_in_cells(rects, self.edges) / (lengths[:, None] * lengths)
+        return self._last[branch][1]
+
+    @cached_property
+    def _last(self) -> dict[int, tuple[int, Tensor]]:
+        """Of each branch the last offset, and its shares: many branches have one only."""
+        return {}
 
     @property
     def cell_size(self) -> int:
@@ -139,13 +170,19 @@ class View:
 
     @property
     def branch_names(self) -> list[str]:
-        return [f"w={width} r={rate}" for width, rate in self.pattern.branches]
+        if isinstance(self.pattern, DilatedPattern):
+            return [f"w={width} r={rate}" for width, rate in self.pattern.branches]
+        names = [
+            text if len(text := repr(x)) < LONGEST_NAME else text[:LONGEST_NAME] + "…" for x in self.pattern.listed
+        ]
+        return names if len({*names}) == len(names) else [f"{i + 1}. {name}" for i, name in enumerate(names)]
 
     # --- the sentences --------------------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        return f"{self.pattern.rule}: {_listed(self.branch_names, 5)}"
+        kind = self.pattern.rule if isinstance(self.pattern, DilatedPattern) else self.pattern.counts
+        return f"{kind}: {_listed(self.branch_names, 5)}"
 
     @property
     def subtitle(self) -> str:
@@ -158,15 +195,15 @@ class View:
         """What the cells and their colours mean."""
         size, said = self.cell_size, "A coloured cell is a key that the query sees."
         if size > 1:
-            shade = "Its shade is the largest share of its pairs that one branch computes."
+            shade = "Its shade is the largest share of its pairs that one branch shows."
             said = f"A cell is {size:,} × {size:,} tokens. {shade}"
-        return said if colour == "share" else f"{said} Its colour is the first branch that computes so much of it."
+        return said if colour == "share" else f"{said} Its colour is the first branch that shows any of it."
 
     def facts(self, most: int = MOST_PICTURES) -> list[str]:
         """Which rows get no output, what the query sees, and what else so many pictures need to be understood."""
         said: dict[str, list[int]] = {}
-        for runs, heads in self.kinds.items():
-            for sentence in self._facts_of(runs, heads[0]):
+        for heads in self.kinds:
+            for sentence in self._facts_of(heads[0]):
                 said.setdefault(sentence, []).extend(heads)
         facts = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
         if len(facts) > MOST_PICTURES:
@@ -176,25 +213,38 @@ class View:
         rest = self.heads - sum(len(x.heads) for x in self.pictures[:most]) if self.head is None else 0
         return [*facts, f"Not drawn: {_many(rest, 'more head')}. Name one to see it."] if rest else facts
 
-    def _facts_of(self, runs: Runs, head: int) -> Iterator[str]:
-        token, query, seen = torch.arange(min(self.tokens, COUNTED)), self.query, []
-        covered = torch.zeros_like(token)
-        for index, width, rate, offset in runs:
-            covered |= token % width % rate == offset
-            if query is not None and query % width % rate == offset:
-                start = query - query % width
-                keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
-                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({_listed(keys, 8, ' ')})")
+    def _facts_of(self, head: int) -> Iterator[str]:
+        kv_heads, kv_head, looked = self.kv_heads or self.heads, self._kv_head(head), min(self.tokens, COUNTED)
+        covered = self.pattern.covered(kv_head, range(looked), self.tokens, kv_heads, self.is_causal)
         if not covered.all():
-            first = "" if len(token) == self.tokens else "the first "
-            yield f"{covered.sum():,} of {first}{_many(len(token), 'token')} get an output. The others get 0."
-        if query is not None:
-            zeros = self.pattern.zero_keys(
-                query, head, num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
-                is_causal=self.is_causal,
-            )  # fmt: skip
-            seen += [_many(zeros, "zero key")] if zeros else []
-            yield f"query {query:,} sees {', '.join(seen) or 'nothing, because no branch contains it'}."
+            first = "" if looked == self.tokens else "the first "
+            yield f"{covered.sum():,} of {first}{_many(looked, 'token')} get an output. The others get 0."
+        if self.query is not None:
+            seen = [*self._seen_by(self.query, kv_head)]
+            if isinstance(self.pattern, DilatedPattern) and self.pattern.adds_zeros:
+                zeros = self.pattern.zero_keys(
+                    self.query, head, num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
+                    is_causal=self.is_causal,
+                )  # fmt: skip
+                seen += [_many(zeros, "zero key")] if zeros else []
+            yield f"query {self.query:,} sees {', '.join(seen) or 'nothing, because no branch shows it a key'}."
+
+    def _seen_by(self, query: int, head: int) -> Iterator[str]:
+        """How many keys each branch shows to a query, and which."""
+        for name, branch in zip(self.branch_names, self.branches, strict=True):
+            if head in branch.members:
+                rects = branch.rects(head, range(query, query + 1), self.tokens, self.is_causal)
+                keys = [rect.keys.tokens for rect in rects if not rect.is_empty]
+                count, some = sum(map(len, keys)), [*itertools.islice(heapq.merge(*keys), LISTED)]
+                if count > LISTED:
+                    some += [max(x[-1] for x in keys)]
+                if count:
+                    yield f"{_many(count, 'key')} in {name} ({_listed(some, LISTED, ' ')})"
+
+
+def rhythm(branches: Iterable[Branch]) -> list[int]:
+    """After how many tokens something repeats in a branch: the numbers that cells should be in step with."""
+    return [getattr(branch, name, None) or 1 for branch in branches for name in ("length", "size", "rate")]
 
 
 def _many(count: int, thing: str) -> str:
