@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from dilated_attention.models import AttentionMap
 from dilated_attention.slides.maps import Maps, Thumbnail
-from dilated_attention.slides.page import page as page_of
+from dilated_attention.slides.maps import page as page_of
 from tests import browsing
 from tests.browsing import (
     IN_A_BROWSER,
@@ -39,7 +40,7 @@ def example() -> Maps:
     weights[1, 1, 2, 17] = 1.0
     weights = 0.75 * weights / weights.sum(-1, keepdim=True)
     share = torch.full((3, 2, 4), 0.125)
-    return Maps("slide 1", PLACES, 256.0, ("cls", 42, 88), weights, share, share)
+    return Maps("slide 1", PLACES, 256.0, ("cls", 42, 88), AttentionMap(weights, share, share))
 
 
 def pixel(page: Any, tile: int, x: float = 0.5, y: float = 0.5) -> list[int]:
@@ -81,7 +82,7 @@ def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None
         where = [query, layer, -1 if head is None else head]
         state = "const {query, layer, head} = window.shown; return [query, layer, head]"
         wait.until(lambda page: page.execute_script(state) == where)
-        rows = maps.weights[maps.queries.index("cls" if query < 0 else query), layer]
+        rows = maps.weights.tiles[maps.queries.index("cls" if query < 0 else query), layer]
         wanted = (rows.mean(0) if head is None else rows[head]).tolist()
         assert browser.execute_script("return [...window.shown.weights]") == pytest.approx(wanted, rel=4e-4)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilated_attention.models import SlideEncoder
-from dilated_attention.slides import draw, encode, files
+from dilated_attention.slides import encode, files, maps
 from tests.slides import feature_files
 
 TILES, COORDS = feature_files.content(7, 6)
@@ -55,7 +55,7 @@ def test_any_name(encoded: Encoded, tmp_path: Path) -> None:
     assert {row[0] for row in rows(tmp_path)} == {
         "'=1+1", "'+1", "'-1", "'@a", "'\tb", "a\ufffd\ufffd\ufffd", "caf\ufffd", "plain"
     }  # fmt: skip
-    assert all((tmp_path / "out" / f"{name}{ending}").exists() for name in names for ending in (".h5", *draw.ENDINGS))
+    assert all((tmp_path / "out" / f"{name}{ending}").exists() for name in names for ending in (".h5", *maps.ENDINGS))
     assert len(encoded(maps=True).kept) == 8
 
 
@@ -104,12 +104,12 @@ def test_pictures_of_others_are_not_replaced(encoded: Encoded, tmp_path: Path) -
         slide(tmp_path, name)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/one.png").write_bytes(b"a photograph")
-    for maps in (True, False, True):  # with the result of a run without maps beside it, too
-        assert [path.stem for path in encoded(maps).failed] == (["one"] if maps else [])
+    for drawn in (True, False, True):  # with the result of a run without maps beside it, too
+        assert [path.stem for path in encoded(drawn).failed] == (["one"] if drawn else [])
         assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
     (tmp_path / "out/one.png").unlink()
-    for maps in (True, False, True):  # our own may be
-        assert encoded(maps, key=f"{maps}").failed == {}
+    for drawn in (True, False, True):  # our own may be
+        assert encoded(drawn, key=f"{drawn}").failed == {}
 
 
 @pytest.mark.parametrize(

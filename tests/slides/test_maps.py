@@ -13,10 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dilated_attention.models import SlideEncoder
-from dilated_attention.slides import draw, files, maps
+from dilated_attention.models import AttentionMap, SlideEncoder
+from dilated_attention.slides import files, maps
 from dilated_attention.slides.files import BadFile
-from dilated_attention.slides.page import page
 from tests.page_text import data_of
 from tests.slides import feature_files
 
@@ -41,13 +40,13 @@ def thumbnail(tmp_path: Path) -> maps.Thumbnail:
 
 
 def test_they_are_those_of_the_model(model: SlideEncoder, found: maps.Maps) -> None:
-    assert found.weights.shape == (17, 2, 4, 60)
+    assert found.weights.tiles.shape == (17, 2, 4, 60)
     for index, query in enumerate(found.queries):
         wanted = model.attention_map(TILES, COORDS, query, None, None)
-        torch.testing.assert_close(found.weights[index], wanted.tiles)
-        torch.testing.assert_close(found.zero_share[index], wanted.zeros)
-        torch.testing.assert_close(found.cls_share[index], wanted.cls)
-    torch.testing.assert_close(found.weights.sum(-1) + found.zero_share + found.cls_share, torch.ones(17, 2, 4))
+        for got, part in zip(found.weights, wanted, strict=True):
+            torch.testing.assert_close(got[index], part)
+    tiles, cls, zeros = found.weights
+    torch.testing.assert_close(tiles.sum(-1) + cls + zeros, torch.ones(17, 2, 4))
 
 
 def test_a_page_has_as_many_queries_as_fit(model: SlideEncoder) -> None:
@@ -70,16 +69,17 @@ def test_codes_keep_a_weight_within_three_in_ten_thousand() -> None:
 
 def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail) -> None:
     """The drawn values are the weights, and the pixels show them: a bright tile is where the largest weight is."""
-    spec = draw.picture(found)
+    spec = maps.picture(found)
     (columns,) = spec["layer"][0]["data"]["values"]
-    assert columns["weight"] == pytest.approx(found.weights[0, 1].mean(0).tolist())
+    assert columns["weight"] == pytest.approx(found.weights.tiles[0, 1].mean(0).tolist())
     assert spec["title"]["subtitle"][0] == "layer 1, mean of all heads, query: the class token"
+    assert f"on the class token {found.weights.cls[0, 1].mean():.3g}, on zero" in spec["title"]["subtitle"][1]
     one = torch.zeros(1, 1, 1, 2)
     one[..., 1] = 1.0
     share = torch.zeros(1, 1, 1)
-    small = maps.Maps("two", torch.tensor([[0.0, 0.0], [512.0, 0.0]]), 256.0, ("cls",), one, share, share)
+    small = maps.Maps("two", torch.tensor([[0.0, 0.0], [512.0, 0.0]]), 256.0, ("cls",), AttentionMap(one, share, share))
     plain, over = (
-        {colour[:3] for _, colour in Image.open(io.BytesIO(draw.content(drawn)[".png"])).getcolors(10**6) or []}
+        {colour[:3] for _, colour in Image.open(io.BytesIO(maps.content(drawn)[".png"])).getcolors(10**6) or []}
         for drawn in (small, replace(small, thumbnail=thumbnail))
     )
     assert {(0, 0, 4), (252, 255, 164)} <= plain
@@ -87,12 +87,12 @@ def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail) -> None:
 
 
 def test_a_page_holds_all_that_it_needs(found: maps.Maps, thumbnail: maps.Thumbnail) -> None:
-    text = page(replace(found, thumbnail=thumbnail))
+    text = maps.page(replace(found, thumbnail=thumbnail))
     assert "<title>Attention in slide &lt;1&gt;</title>" in text
     held = data_of(text)
     assert held["queries"] == [-1, *found.queries[1:]]
     rows = [tuple(base64.b64decode(part) for part in row) for row in held["rows"]]
-    assert rows == [maps.codes(row) for row in found.weights]
+    assert rows == [maps.codes(row) for row in found.weights.tiles]
     assert held["thumbnail"].startswith("data:image/png;base64,")
 
 
@@ -102,4 +102,4 @@ def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path, width: Any) -> 
     slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS))
     about = replace(slide, attributes={"level0_width": width, "level0_height": 2560})
     with pytest.raises(BadFile, match=f"its level0_width and level0_height are {width!r} and 2560: "):
-        draw.thumbnail_of(about, tmp_path)
+        maps.thumbnail_of(about, tmp_path)

@@ -5,13 +5,11 @@ Legend: x (1, N, C), the class token first; q, k, v (1, N, H, D).
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import functional
@@ -64,45 +62,44 @@ def attention_map(
     pattern, row, heads = attention.pattern, row_of(query, tokens - 1), attention.num_heads
     which = range(len(layers)) if layer is None else [_index("layer must be", layer, -len(layers), len(layers))]
     some = slice(None) if head is None else _index("head must be", head, -heads, heads)
-    counts = torch.empty(heads, tokens + 1, dtype=torch.long)  # how often heads show each key; zero keys are the last
-    for index, counted in enumerate(counts):
-        asked = {"query": row, "head": index, "num_tokens": tokens, "num_heads": heads}
-        key = torch.tensor(pattern.keys(**asked), dtype=torch.long)
-        counted[:-1] = key.bincount(minlength=tokens)
-        counted[-1] = pattern.zero_keys(**asked) if pattern.adds_zeros else 0
-    parts = [row_weights(layers[number], states[number], row, counts.to(states[0].device)) for number in which]
-    weights = torch.stack(parts)[slice(None) if layer is None else 0, some]
-    return AttentionMap(weights[..., 1:tokens], weights[..., 0], weights[..., tokens])
-
-
-def row_weights(layer: Any, x: Tensor, row: int, counts: Tensor) -> Tensor:
-    """The weights of one query in all heads of a layer, (H, N + 1). A row that sees no key at all has none."""
-    q, k, _ = layer.self_attn.project(layer.self_attn_layer_norm(x))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("hd,nhd->hn", q[0, row].to(wide), k[0].to(wide)) / math.sqrt(k.shape[-1])
-    logits = F.pad(scores, (0, 1)) + counts.to(wide).log()  # the score of a zero key is 0
-    return logits.softmax(-1).masked_fill(~counts.any(1, keepdim=True), 0.0)
+    asked = [{"query": row, "head": index, "num_tokens": tokens, "num_heads": heads} for index in range(heads)]
+    zero_keys = states[0].new_tensor([pattern.zero_keys(**one) if pattern.adds_zeros else 0 for one in asked])
+    one, found = zero_keys.new_ones(1, dtype=_wide(states[0])), []
+    for number in which:
+        weights, lse = _weights_of_keys(layers[number], states[number], one, row)
+        zeros = (zero_keys * (-lse[0, 0]).exp()).masked_fill(zero_keys == 0, 0.0)  # their score is 0
+        found.append(torch.cat((weights, zeros.unsqueeze(1)), 1))
+    shares = torch.stack(found)[slice(None) if layer is None else 0, some]
+    return AttentionMap(shares[..., 1:tokens], shares[..., 0], shares[..., tokens])
 
 
 def rollout(layers: Iterable[Any], states: Sequence[Tensor], start: Tensor) -> AttentionMap:
     """The row ``start`` (N,) carried back through all layers: in each, half of it stays and half goes where heads look.
 
-    A row r becomes (r + Aᵀr) / 2, with A the mean of the heads' attention. Aᵀr is the gradient of the attention's
-    output with respect to its values, for r as the output's gradient: no matrix A is made.
+    A row r becomes (r + Aᵀr) / 2, with A the mean of the heads' attention.
     """
-    row = start
+    row = start = start.to(_wide(start))
     for layer, x in reversed(list(zip(layers, states, strict=True))):
-        row = (row + _transposed(layer.self_attn, layer.self_attn_layer_norm(x), row)) / 2
+        row = (row + _weights_of_keys(layer, x, row)[0].mean(0)) / 2
     return AttentionMap(row[1:], row[0], (start.sum() - row.sum()).clamp(min=0))
 
 
-def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
-    q, k, v = (part.to(row.dtype) for part in attention.project(x))
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _weights_of_keys(layer: Any, x: Tensor, row: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Aᵀr of each head, (H, N), and the lse, for the row r of queries from ``first`` on.
+
+    It is the gradient of the attention's output with respect to its values, for r as the output's: A is never made.
+    """
+    attention: SelfAttention = layer.self_attn
+    q, k, _ = (part.to(row.dtype) for part in attention.project(layer.self_attn_layer_norm(x)))
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
-        q, k, v = (part.clone() if part.is_inference() else part for part in (q, k, v))
-        v.requires_grad_()
-        out, _ = functional.attend(Inputs(q, k, v), Options(attention.pattern), warns=False)
+        q, k = (part.clone() if part.is_inference() else part.detach() for part in (q[:, first : first + len(row)], k))
+        v = torch.zeros_like(k, requires_grad=True)
+        out, lse = functional.attend(Inputs(q, k, v), Options(attention.pattern, query_offset=first), warns=False)
         gradient = torch.zeros_like(out)
-        gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
+        gradient[0, :, :, 0] = row.unsqueeze(1)  # one channel is enough
         (found,) = torch.autograd.grad(out, v, gradient)
-    return found[0, :, :, 0].sum(1)
+    return found[0, :, :, 0].T, lse

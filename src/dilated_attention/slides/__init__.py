@@ -1,1 +1,1 @@
-"""Many slides: `files` reads features, `encode` makes embeddings, `maps` and `draw` show attention."""
+"""Many slides: `files` reads features, `encode` makes embeddings, `maps` shows attention."""

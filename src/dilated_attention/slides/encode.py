@@ -27,7 +27,7 @@ import dilated_attention
 from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
 from dilated_attention.models.weights import short
-from dilated_attention.slides import draw, files
+from dilated_attention.slides import files, maps
 from dilated_attention.slides.files import BadFile, Slide
 
 EMBEDDING = "features"
@@ -95,7 +95,7 @@ def _is_there(job: Job, slide: Slide) -> bool:
     result = job.result(slide)
     arrays, about = files.written(result, [EMBEDDING])
     ours = [".h5", *str(about.get("beside", "")).split()] if "key" in about else []
-    wanted = [".h5", *(draw.ENDINGS if job.maps else ())]
+    wanted = [".h5", *(maps.ENDINGS if job.maps else ())]
     there = [ending for ending in wanted if result.with_suffix(ending).exists()]
     if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
         raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
@@ -182,7 +182,7 @@ def _finish(job: Job, batch: list[Read], outcome: Outcome) -> None:
             embedding = embeddings[index] if embeddings else embed(job.model, [batch[index]], job.layer)[0]
             if not bool(embedding.isfinite().all()):
                 raise BadFile(f"its embedding is not finite: features as large as {tiles.abs().max():g} overflow")
-            arrays, beside = draw.beside(job.model, slide, tiles, coords, job.thumbnails) if job.maps else ({}, {})
+            arrays, beside = maps.beside(job.model, slide, tiles, coords, job.thumbnails) if job.maps else ({}, {})
             _write(job, slide, {EMBEDDING: embedding.float().numpy(), **arrays}, beside)
             outcome.encoded.append(slide)
 
