@@ -34,7 +34,7 @@ from tasks_model import Run, Timed, judged
 
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import machine
-from dilated_attention.bench.suites.language import operations
+from dilated_attention.bench.suites.models import operations
 from dilated_attention.models import LMConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -18,7 +18,7 @@ from tasks_data import Data, with_labels
 from torch import Tensor
 
 from dilated_attention.bench import machine
-from dilated_attention.bench.suites.language import dense
+from dilated_attention.bench.suites.models import dense
 from dilated_attention.models import LMConfig, LongNetLM, token_losses
 
 WARM = 3  # steps before the clock begins

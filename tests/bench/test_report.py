@@ -135,17 +135,6 @@ def test_what_was_not_measured_has_no_figure_anywhere(status: str) -> None:
 # --- points and lines -------------------------------------------------------------------------------------------
 
 
-def test_other_names_of_a_function_share_its_line_where_it_was_measured() -> None:
-    def drawn(*measurements: dict[str, Any]) -> list[str]:
-        return [one["series"] for one in plots.points(measurements)]
-
-    both = [sample.measurement(name, 1024) for name in ("head_groups, auto", "DilatedAttention")]
-    assert drawn(*both) == ["head_groups, auto"]
-    assert drawn(both[1]) == ["DilatedAttention"]
-    for other in ({"dtype": "float16"}, {"ranks": 2}):  # another setting
-        assert len(drawn(both[0], {**both[1], **other})) == 2
-
-
 def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     drawn = plots.points(SAMPLE["measurements"])
     start, *others = plots.settings(drawn)

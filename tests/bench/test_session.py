@@ -18,7 +18,7 @@ from dilated_attention.bench.results import load
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.suites import alone, compared, language, slides
+from dilated_attention.bench.suites import alone, compared, models
 from dilated_attention.models.slide import PRESETS
 
 CPU = torch.device("cpu")
@@ -121,19 +121,18 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made, "time", time)
     monkeypatch.setitem(PRESETS["gigapath_slide_enc12l384d"], "depth", 2)
-    for module, short in (
-        (slides, {"MODELS": ("gigapath_slide_enc12l384d",), "HEAD_DIMS": (24,), "TILES": {"cpu": (20,)},
-                  "TRAINED": {"cpu": 20}}),
-        (language, {"MODELS": {"cpu": {"125M": (language.PATTERN, (65,)), "0.6B": (language.FAR, (65,))}},
-                    "COMPILED": (65,), "PROMPTS": {"cpu": (20,)}, "GENERATED": {"cpu": 2}}),
-    ):  # fmt: skip
-        for name, value in short.items():
-            monkeypatch.setattr(module, name, value)
+    short = {
+        "ENCODERS": ("gigapath_slide_enc12l384d",), "HEAD_DIMS": (24,), "TILES": {"cpu": (20,)}, "TRAINED": {"cpu": 20},
+        "SIZES": {"cpu": {"125M": (models.LONG, (65,)), "0.6B": (models.FAR, (65,))}}, "COMPILED": (65,),
+        "PROMPTS": {"cpu": (20,)}, "GENERATED": {"cpu": 2},
+    }  # fmt: skip
+    for name, value in short.items():
+        monkeypatch.setattr(models, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes long
     made.run({name: suites.PLANS[name](made) for name in ("slides", "language")}, lambda found: None)
     tables = {table["title"]: table["rows"] for table in made.results["tables"]}
     assert [len(rows) for rows in tables.values()] == [2, 1, 4, 2, 1]
-    assert {x["implementation"] for x in made.results["checks"] if x["verdict"] != "exact"} == {slides.RELEASED_NAME}
+    assert {x["implementation"] for x in made.results["checks"] if x["verdict"] != "exact"} == {models.RELEASED}
     assert 0 < tables["Whole slide encoders, forward"][1][5] < 1e-5
 
 

@@ -30,8 +30,7 @@ def printed(results: Results, width: int = 160, **options: Any) -> str:
         r"longnet, eager +3\.0 / 9\.0 +6\.0 / 18 +12\.0 / 36 +out of memory",
         r"gather-pad-scatter +2.0 / wrong .*",
         r".*longnet, eager: out of memory, 9 GiB wanted\.",
-        r"index \[by mask\] \(float32\): wrong: out off by 3.1e-01, allowed 5.0e-06; "
-        r"d k off by inf, allowed 5.0e-06; The mask is shifted\.",
+        r"index \[by mask\] +wrong +gradient of k: inf with a limit of 5.0e-06, float32 +The mask is shifted\.",
         r"steps: Splitting heads",
         r"einops +1,230 +yes",
         r"By reshape\.",
@@ -42,7 +41,6 @@ def printed(results: Results, width: int = 160, **options: Any) -> str:
 def test_lines(results: Results, line: str) -> None:
     text = printed(results)
     assert re.search(f"^{line} *$", text, re.MULTILINE), text
-    assert "OURS" not in text
     assert "interrupted" not in text
     assert "interrupted" in printed({**results, "complete": False})
 

@@ -26,14 +26,6 @@ TELLING = (
     DENSE, "head_groups, auto", "longnet, auto", "torchscale, auto", "copy and gather, slicing", "gather-pad-scatter",
     "copy and gather, index_select", "head_groups, sdpa", "longnet, sdpa", "torchscale, sdpa",
 )  # fmt: skip
-# On one device these classes call that function and do nothing else.
-ONE_FUNCTION = {
-    "DilatedAttention": "head_groups, auto",
-    "ImprovedDilatedAttention": "head_groups, auto",
-    "RingDilatedAttention": "head_groups, auto",
-    "RingDilatedAttentionV2Collective": "head_groups, auto",
-    "RingMultiheadDilatedAttention": "MultiheadDilatedAttention",
-}
 BASELINES = {  # how their names begin, and what they are in dilated_attention.bench.baselines
     "copy and gather, slicing": "copy_slices", "copy and gather, index": "copy_and_gather", "dense": "dense",
     "gather-pad-scatter": "gather_pad_scatter", "FlexAttention": "flex", "attention over heads": "over_heads",
@@ -41,24 +33,8 @@ BASELINES = {  # how their names begin, and what they are in dilated_attention.b
 
 
 def conclusions(results: Record) -> Record:
-    records = folded(results["measurements"])
-    found = filter(None, (_recommendation(case, records) for case in USE_CASES))
+    found = filter(None, (_recommendation(case, results["measurements"]) for case in USE_CASES))
     return {"claims": claims(results), "recommendations": [*found], "answer": answer(results)}
-
-
-def folded(measurements: Iterable[Record]) -> list[Record]:
-    """Without the other names of a function where the function itself was measured, too."""
-    found = list(measurements)
-    present = {(_where(one), one["implementation"]) for one in found}
-
-    def is_other_name(one: Record) -> bool:
-        return one["ranks"] == 1 and (_where(one), ONE_FUNCTION.get(one["implementation"])) in present
-
-    return [one for one in found if not is_other_name(one)]
-
-
-def _where(one: Record) -> tuple[str, int, str]:
-    return setting(one), one["tokens"], one["direction"]
 
 
 def code_of(name: str) -> str:
@@ -101,7 +77,7 @@ class UseCase(NamedTuple):
 
 
 TRAINING: dict[str, Sequence[Any]] = {
-    "kind": ("function", "module", "baseline"), "rule": ["head_groups"], "direction": [BOTH], "causal": [False],
+    "kind": ("function", "baseline"), "rule": ["head_groups"], "direction": [BOTH], "causal": [False],
     "ranks": [1], "suite": SUITES,
 }  # fmt: skip
 ANY_RULE: dict[str, Sequence[Any]] = {**TRAINING, "rule": (*RULES, "dense")}
@@ -124,7 +100,8 @@ def _by_setting(records: Iterable[Record], **wanted: Sequence[Any]) -> list[dict
     for record in records:
         is_wanted = all(record[name] in values for name, values in wanted.items())
         if is_wanted and record["ms"] and record["peak_bytes"]:
-            groups[_where(record)].setdefault(record["implementation"], record)
+            where = setting(record), record["tokens"], record["direction"]
+            groups[where].setdefault(record["implementation"], record)
     return [*groups.values()]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dilated_attention import charts
-from dilated_attention.bench.conclude import TELLING, folded
+from dilated_attention.bench.conclude import TELLING
 from dilated_attention.bench.results import ENOUGH, Record, measured, milliseconds, setting, with_ranks
 from dilated_attention.units import bytes_text, number_text
 
@@ -58,7 +58,7 @@ VALUES = (
 
 def points(measurements: Iterable[Record]) -> list[Record]:
     """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
-    drawn = [one for one in folded(map(measured, measurements)) if one["ms"] or one["status"] == LOST]
+    drawn = [one for one in map(measured, measurements) if one["ms"] or one["status"] == LOST]
     colours = _colours(drawn)
     return [
         {

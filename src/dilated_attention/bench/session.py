@@ -101,18 +101,18 @@ class Session:
 
     # --- steps of tables ----------------------------------------------------------------------------------------
 
-    def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Mapping[str, Rows]) -> list[Step]:
+    def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Rows]) -> list[Step]:
         """For each of ``rows`` a step that adds its rows to the table, each as soon as it is known."""
         table: Record = {"suite": suite, "title": title, "note": note, "columns": [*columns], "rows": []}
 
-        def add(text: str, found: Rows) -> None:
-            self.watch(text, self.share)
-            for row in found():
+        def add(number: int) -> None:
+            self.watch(f"{title}, part {number + 1} of {len(rows)}", self.share)
+            for row in rows[number]():
                 if not table["rows"]:
                     self.results["tables"].append(table)
                 table["rows"].append([*row])
 
-        return [partial(add, *one) for one in rows.items()]
+        return [partial(add, number) for number in range(len(rows))]
 
     def rows_are_right(
         self, name: str, out: Tensor, qkv: Sequence[Tensor], pattern: DilatedPattern, causal: bool, **rows: Any

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention import charts
-from dilated_attention.bench.results import Record, checked_as, far_off
+from dilated_attention.bench.results import Record
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.units import cell_text
@@ -117,11 +117,8 @@ def print_results(screen: Console, results: Record) -> None:
     for suite in page.suites({**results, "measurements": run}):
         for table in suite["tables"]:
             _print_table(screen, f"{suite['suite']}: {table['title']}", table)
-    failed = [check for check in results["checks"] if check["verdict"] != "exact"]  # these have no times
-    for check in sorted(failed, key=lambda check: not check["ours"]):
-        why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
-        text = f"{checked_as(check)}: {check['verdict']}: {why}"
-        screen.print(f"OURS: {text}" if check["ours"] else text, style="bold red" if check["ours"] else None)
+    if wrong := page.checks(results).get("wrong"):
+        _print_table(screen, "what is wrong has no time", wrong)
     if results["recommendations"]:
         _print_table(screen, "which to use", page.recommendations(results))
     screen.print("\n" + results["answer"].replace("`", ""), style="bold")

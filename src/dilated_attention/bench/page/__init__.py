@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from dilated_attention import charts
 from dilated_attention.bench import plots
-from dilated_attention.bench.conclude import ONE_FUNCTION, code_of
+from dilated_attention.bench.conclude import code_of
 from dilated_attention.bench.results import (
     SPEC,
     Record,
@@ -49,7 +49,7 @@ Row = Sequence[Any]
 
 
 def page(results: Record) -> str:
-    points, measurements = plots.points(results["measurements"]), results["measurements"]
+    points = plots.points(results["measurements"])
     settings: dict[str, list[str]] = defaultdict(list)
     for name in plots.settings(points):
         settings[name.partition(": ")[0]].append(name)
@@ -74,9 +74,8 @@ def page(results: Record) -> str:
         settings=settings,
         questions=QUESTIONS,
         recommendations=recommendations(results),
-        aliases=sorted(set(ONE_FUNCTION) & {one["implementation"] for one in measurements}),
         suites=suites(results),
-        checks=_checks(results["checks"]),
+        checks=checks(results),
         claims=_table("Claims", [*CLAIMS.values()], claims),
         environment=_environment(results),
     )
@@ -147,10 +146,10 @@ def _cell(passes: dict[str, Record]) -> str:
     return "{} / {}\n{} / {}".format(*times, *sizes)
 
 
-def _checks(checks: Iterable[Record]) -> dict[str, Record]:
-    """Those that are "wrong" or "right", each implementation with the error that is the largest for its limit."""
+def checks(results: Record) -> dict[str, Record]:
+    """Those that are "wrong", ours first, or "right": each with the error that is the largest for its limit."""
     by_name = defaultdict(list)
-    for check in checks:
+    for check in sorted(results["checks"], key=lambda check: not check["ours"]):
         by_name[with_ranks(check)].append(check)
     found: dict[str, list[Row]] = {"wrong": [], "right": []}
     for name, mine in by_name.items():

@@ -17,13 +17,13 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import alone, compared, language, slides
+from dilated_attention.bench.suites import alone, compared, models
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
     **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
     "profile": compared.profile, "scaling": compared.scaling,
     "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": alone.decode,
-    "stream": alone.streams, "packed": alone.packed, "slides": slides.steps, "language": language.steps,
+    "stream": alone.streams, "packed": alone.packed, "slides": models.slides, "language": models.language,
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")

@@ -50,11 +50,10 @@ REPEATS = 5
 def decode(session: Session) -> list[Step]:
     tokens = CONTEXT[session.device.type]
     columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
-    rows = {"one-token steps": partial(of_steps, session, tokens)}
-    calls = {"calls from Python": partial(of_calls, session, tokens)}
+    calls = [partial(of_calls, session, tokens)]
     about = f"{tokens:,} tokens, {note(session)}"
     return [
-        *session.table("decode", "One-token steps", about, columns, rows),
+        *session.table("decode", "One-token steps", about, columns, [partial(of_steps, session, tokens)]),
         *session.table("decode", "A one-token call from Python", about, ["way", "µs", "lower", "upper"], calls),
     ]
 
@@ -115,14 +114,13 @@ def kernel_us(session: Session, call: Call) -> float:
 
 SIZES = {"cuda": (1 << 30, 1 << 20), "cpu": (1 << 16, 1 << 15)}  # tokens, and those of a chunk: all segments divide it
 CHECKED = 4  # chunks of which rows are checked
-TITLE = "A stream of chunks"
 
 
 def streams(session: Session) -> list[Step]:
     columns = ["tokens", "chunk", "causal", "s", "million tokens/s", "TFLOP/s", "peak GiB", "rows checked",
                "largest error"]  # fmt: skip
-    rows = {f"{TITLE}{', causal' * causal}": partial(of_stream, session, causal) for causal in (False, True)}
-    return session.table("stream", TITLE, f"{note(session)} A row that is wrong has no time.", columns, rows)
+    rows, text = [partial(of_stream, session, causal) for causal in (False, True)], "A row that is wrong has no time."
+    return session.table("stream", "A stream of chunks", f"{note(session)} {text}", columns, rows)
 
 
 @torch.no_grad()
@@ -177,7 +175,7 @@ def packed(session: Session) -> list[Step]:
     about = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in shapes.items())
     sizes = f"Sequences of {min(lengths):,} to {max(lengths):,} tokens."
     columns = ["what", "rows", "tokens", "forward ms", "forward + backward ms", "error"]
-    found = {f"{COUNT} {what} in one row": partial(of_packed, session, what, *shapes[what], lengths) for what in shapes}
+    found = [partial(of_packed, session, what, *shapes[what], lengths) for what in shapes]
     return session.table("packed", "Packed sequences", f"{about}. {sizes}", columns, found)
 
 

@@ -119,12 +119,6 @@ def _fastest_first(run: Step) -> None:
 
 # --- profile ----------------------------------------------------------------------------------------------------
 
-PROFILED = (
-    "head_groups, auto", "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention",
-    "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction", known.GATHER, known.SLICES,
-    "longnet, auto", "torchscale, auto", known.RELEASED,
-    "MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingMultiheadDilatedAttention",
-)  # fmt: skip
 PROFILED_AT, BACKENDS_AT = 8192, (256, 1024, 4096, 16384)
 COPIES = ("copy", "clone", "contiguous", "index", "gather", "scatter", "cat", "pad", "memcpy")
 
@@ -133,10 +127,12 @@ def profile(session: Session) -> list[Step]:
     setting, what = session.setting(PROFILED_AT, PATTERNS[0]), "kernels" if session.on_cuda else "operators"
     columns = ["implementation", "passes", what, "of these copies", "ms", "ms in copies", "the most"]
     note = f"{setting}; under the profiler, which makes everything slower. Copies: {', '.join(COPIES)} in the name."
-    title, functions = f"Where the time goes: {what}", [one for one in known.everything() if one.kind == "function"]
-    rows = {f"{title}: {one.name}": partial(kernels_of, session, setting, one) for one in known.named(*PROFILED)}
+    every = [one for one in known.everything() if one.ranks == 1]
+    functions = [one for one in every if one.kind == "function"]
+    which = [one for one in every if one.name in TELLING or one.kind in ("module", "multihead")]
+    rows = [partial(kernels_of, session, setting, one) for one in which]
     return [
-        *session.table("profile", title, note, columns, rows),
+        *session.table("profile", f"Where the time goes: {what}", note, columns, rows),
         *(session.comparing("profile", functions, session.setting(tokens, PATTERNS[0])) for tokens in BACKENDS_AT),
     ]
 
