@@ -154,7 +154,7 @@ class Case:
         """How many of the rows of `qkv` are queries; which positions they have is said by `query_offset`."""
         if not self.rows:
             return self.tokens
-        most = min(self.tokens, FEW_ROWS if self.path == "triton_few" else self.tokens)
+        most = min(self.tokens, FEW_ROWS if self.path.endswith("triton_few") else self.tokens)
         most = most if self.rows == "many" else min(3, most)
         return self.draw("rows").randint(max(1, most // 2), most)
 

@@ -214,6 +214,9 @@ PATHS["union_triton"] = Path(
     },
     ("rule", "is_causal", "pattern"), on_gpu=True,
 )  # fmt: skip
+PATHS["union_triton_few"] = Path(
+    {**PATHS["triton_few"].axes, "rule": ("once", "sum"), "pattern": tuple(UNIONS)}, on_gpu=True
+)
 
 
 # --- few cases that cover them ----------------------------------------------------------------------------------

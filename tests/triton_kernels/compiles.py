@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Dilated, DilatedPattern, Global, Pattern, Prefix, Strided, Window
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import decode, dispatch, fuse, launch
 from dilated_attention.backends.triton.dispatch import TileConfig
@@ -156,6 +156,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, ke
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+FAR = Pattern([Window(511), Prefix(4), Dilated(8192, 8), Strided(64), Global([9, 70])])
 ODD = DilatedPattern.torchscale([1000, 5792, 2**48], [3, 12, 2**40])
 
 
@@ -169,7 +170,7 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
 
 
 def launch_decode(
-    dtype: torch.dtype, pattern: DilatedPattern, queries: int, dim: int, *, kv_heads: int = 4, group: int = 1,
+    dtype: torch.dtype, pattern: Pattern, queries: int, dim: int, *, kv_heads: int = 4, group: int = 1,
     is_causal: bool = True, masked: bool = False, on_device: bool = False, samples: int = 1, tokens: int = 65536,
     offset: int = 77,
 ) -> None:  # fmt: skip
@@ -185,11 +186,12 @@ def launch_decode(
 GROUPED = {"dtype": HALF, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True}
 ZERO_KEYS = {"dtype": BRAIN, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True}
 WIDEST = {"dtype": FULL, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096}
+UNION = {"dtype": BRAIN, "pattern": FAR, "queries": 3, "dim": 64, "masked": True}
 ONE_LAUNCH = {"dtype": BRAIN, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512}
 
 
 @pytest.mark.parametrize(
-    ("capability", "given"), [(75, GROUPED), (80, ZERO_KEYS), (75, WIDEST), (86, WIDEST), (90, ONE_LAUNCH)]
+    ("capability", "given"), [(75, GROUPED), (80, ZERO_KEYS), (75, WIDEST), (86, WIDEST), (90, UNION), (90, ONE_LAUNCH)]
 )
 def test_decode_compiles(decode_kernels: list[Compiled], capability: int, given: dict[str, Any]) -> None:
     driver.set_active(Driver(capability))

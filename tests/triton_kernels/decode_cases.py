@@ -11,10 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import (
+    Blocks,
+    Dilated,
+    DilatedPattern,
+    Global,
+    Pattern,
+    Prefix,
+    Strided,
+    Window,
+    dilated_attention,
+    explain,
+    reference,
+    testing,
+)
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import decode
 from dilated_attention.backends.triton.decode import DecodeConfig
+from dilated_attention.backends.triton.endless import endless
 from dilated_attention.call import ON_DEVICE, Call
 from tests.on_gpu import DEVICE
 
@@ -23,7 +37,7 @@ PATTERN = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
 
 
 def run(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor, *, is_causal: bool = True,
+    qkv: tuple[Tensor, ...], pattern: Pattern, offset: int | Tensor, *, is_causal: bool = True,
     padding: Tensor | None = None, config: DecodeConfig | None = CONFIG,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     positions = offset if isinstance(offset, Tensor) else None
@@ -32,7 +46,7 @@ def run(
     return decode.forward(call, Inputs(*qkv, padding, None, positions), config)
 
 
-def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor, **options: Any) -> None:
+def check(qkv: tuple[Tensor, ...], pattern: Pattern, offset: int | Tensor, **options: Any) -> None:
     """By the rule of `testing`: out and lse, in half precision beside plain PyTorch in the same dtype."""
     got = dict(zip(("out", "lse"), run(qkv, pattern, offset, **options), strict=True))
     assert (got["out"].dtype, got["lse"].dtype) == (qkv[0].dtype, torch.float32)
@@ -75,6 +89,28 @@ def test_numbers_of_queries(queries: int) -> None:
 def test_any_number_of_splits(splits: int, is_causal: bool) -> None:
     """Fewer and more than there are tiles; one launch or two."""
     check(make(2, 61), PATTERN, 57, is_causal=is_causal, config=CONFIG._replace(splits=splits))
+
+
+WINDOWS = {
+    "window": Pattern([Window(20, 15)]),
+    "steps": Pattern([Window(9, 6, rate=3), Strided(4, 1), Prefix(2)]),
+    "cut": Pattern([Window(17), Dilated(40, 5), Global([3, 70])]),
+}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_limits_fall_anywhere_in_a_tile(name: str, is_causal: bool) -> None:
+    """Of keys: the first and the last that a tile of queries sees move on by one."""
+    for queries, offset in ((1, 0), (1, 32), (1, 75), (3, 16), (5, 36), (17, 50)):
+        check(make(queries, 80, 2, 1), WINDOWS[name], offset, is_causal=is_causal)
+
+
+def test_patterns_of_very_many_rectangles_are_refused() -> None:
+    many = Pattern([Window(3), Blocks(8, [(2 * row, row) for row in range(97)])])
+    with pytest.raises(ValueError, match=r"up to 64 rectangles of rows, and the branches \(window, blocks\) have more"):
+        dilated_attention(*make(1, 800), many, backend="triton")
+    assert endless(Pattern([Window(3, rate=50)]), 2)[-1].query == 49
 
 
 def test_the_cache_may_have_another_dtype() -> None:

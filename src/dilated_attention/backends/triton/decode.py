@@ -11,7 +11,6 @@ a query tile has BM rows (query by query, each with its group), a key tile BN; B
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -20,18 +19,10 @@ from torch import Tensor
 
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
-from dilated_attention.branches import Branch, Dilated
+from dilated_attention.backends.triton.endless import ENDLESS, EndlessRect, endless
 from dilated_attention.call import Call, sample_ends
 
 PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
-
-
-def numbers_of(branch: Branch) -> tuple[int, ...]:
-    """A dilated branch as the kernel has it: length, rate, first and last head, and how heads give offsets."""
-    assert isinstance(branch, Dilated)
-    heads = branch.members or (0, -1)
-    places = (branch.neighbours, 0) if branch.offset == "head" else (1 << 30, branch.offset)
-    return branch.length, branch.rate, heads[0], heads[-1] + 1, *places
 
 
 class DecodeConfig(NamedTuple):
@@ -56,7 +47,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
         return out, lse
     group = heads // kv_heads
     c = configure(call) if config is None else config
-    branches = call.dilated.branches_for(call.held.total)
+    rects = endless(call.pattern, call.held.total)
     ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
     tiles = triton.cdiv(group * queries, c.rows)
     parts, part_lse = out, lse
@@ -71,9 +62,10 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
             q, k, v, mask, positions, ends, parts, part_lse,
             start, queries, tokens, c.splits, kv_heads, call.first_head, call.scale, step,
             *mask_strides, q.stride(), k.stride(), v.stride(),
-            PATTERN=sum(map(numbers_of, branches), ()), BRANCHES=len(branches), GROUP=group, D=dim,
-            BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal,
-            ZEROS=call.adds_zeros, num_warps=c.warps, num_stages=c.stages,
+            RECTS=sum(rects, ()), COUNT=len(rects), GROUP=group, D=dim, BD=block_dim, BM=c.rows, BN=c.keys,
+            SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal, ZEROS=call.adds_zeros,
+            LIMITED=any((rect.low, rect.high) != (-ENDLESS, ENDLESS) for rect in rects),
+            ONCE=call.pattern.counts == "once", num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         if c.splits > 1:
             combine_kernel[(samples * queries * heads,)](
@@ -97,12 +89,17 @@ def configure(call: Call) -> DecodeConfig:
 
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-    tiles: Counter[int] = Counter()  # by the first head of a branch; heads that share one branch share all, or none
-    for branch in call.dilated.branches_for(call.held.total):
-        rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
-        segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        tiles[branch.members[0]] += segments * triton.cdiv(rows, keys)
-    return max(tiles.values())
+    rects = endless(call.pattern, call.held.total)
+    return max(
+        sum(_tiles(rect, call, keys) for rect in rects if rect.head <= head < rect.stop)
+        for head in {rect.head for rect in rects}
+    )
+
+
+def _tiles(rect: EndlessRect, call: Call, keys: int) -> int:
+    rows = -(-min(rect.key_span, call.keys, rect.high - rect.low + call.queries) // rect.key_step)
+    repeats = min(-(-(call.queries - 1) // rect.period) + 1, -(-call.keys // rect.period))
+    return repeats * -(-rows // keys)
 
 
 @functools.cache

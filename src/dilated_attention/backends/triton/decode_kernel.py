@@ -1,7 +1,8 @@
 """The decoding kernels: which key tiles a program has, one softmax over them, and the splits put together.
 
 Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; top, sums (BM) the running maximum and
-sum. Positions and counts are 64-bit. PATTERN holds the six numbers of each branch, as of `decode.numbers_of`.
+sum. Positions and counts are 64-bit. RECTS holds the numbers of each rectangle, as of `endless.EndlessRect`; AT: where
+those of one begin.
 """
 
 from __future__ import annotations
@@ -10,61 +11,132 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, float32, int64
 
+from dilated_attention.backends.triton.endless import ENDLESS as ENDLESS_TOKENS
 from dilated_attention.backends.triton.tiles import LN2, LOG2E, NOTHING, row_at, with_zero_keys, zero_keys
 
+ENDLESS, NUMBERS = constexpr(ENDLESS_TOKENS), constexpr(15)  # numbers of a rectangle, in the order of `EndlessRect`
+(
+    BRANCH, HEAD, HEAD_STOP, NEIGHBOURS, TURN, PERIOD, REPEATS, QUERY, QUERY_STEP, QUERY_SPAN, KEY, KEY_STEP, KEY_SPAN,
+    LOW, HIGH,
+) = (constexpr(field) for field in range(15))  # fmt: skip
+
 
 @triton.jit
-def head_offset(head, PATTERN: constexpr, AT: constexpr):
-    """Whether the head runs the branch whose numbers begin at AT, and the head's offset in it."""
-    runs = (head >= PATTERN[AT + 2]) & (head < PATTERN[AT + 3])
-    return runs, (head // PATTERN[AT + 4] + PATTERN[AT + 5]) % PATTERN[AT + 1]  # as `Dilated.offset_of`
+def head_offset(head, RECTS: constexpr, AT: constexpr):
+    """Whether the head has the rectangle that AT begins, and how many tokens later."""
+    has = (head >= RECTS[AT + HEAD]) & (head < RECTS[AT + HEAD_STOP])
+    return has, head // RECTS[AT + NEIGHBOURS] % RECTS[AT + TURN]
 
 
 @triton.jit
-def tiles_of_branch(rows, PATTERN: constexpr, AT: constexpr, BN: constexpr, CAUSAL: constexpr):
-    """What queries meet in a branch: the first segment, the offset, tiles a segment, tiles in all.
+def met(asked, RECTS: constexpr, AT: constexpr, BN: constexpr, CAUSAL: constexpr):
+    """What queries meet of a rectangle: in the first repeat where they are, its first query, the first key and the
+    tokens from it to the last; and how many key tiles a repeat has, and all of them.
 
-    ``rows``: the queries' positions from low to high, their head, and the number of tokens.
+    ``asked``: the queries' positions from low to high, their head, and the number of tokens.
     """
-    low, high, head, stop = rows
-    WIDTH: constexpr = PATTERN[AT]
-    RATE: constexpr = PATTERN[AT + 1]
-    runs, offset = head_offset(head, PATTERN, AT)
-    segment = low // WIDTH * WIDTH
-    last = (high - 1) // WIDTH * WIDTH
-    each = tl.cdiv(tl.cdiv(WIDTH - offset, RATE), BN)
-    stop = high if CAUSAL else tl.minimum(last + WIDTH, stop)
-    keys = tl.cdiv(tl.maximum(stop - last - offset, 0), RATE)  # of the last segment
-    count = (last - segment) // WIDTH * each + tl.cdiv(keys, BN)
-    # the first row of the head's offset at or after low: in this segment, or else in the next
-    row = low - segment
-    row += (offset + RATE - row % RATE) % RATE
-    row = tl.where(row < WIDTH, row, WIDTH + offset)
-    return segment, offset, each, tl.where(runs & (segment + row < high), count, 0)
+    low, high, head, tokens = asked
+    STEP: constexpr = RECTS[AT + KEY_STEP]
+    LAST: constexpr = RECTS[AT + REPEATS] - 1
+    has, offset = head_offset(head, RECTS, AT)
+    query, key, span = RECTS[AT + QUERY] + offset, RECTS[AT + KEY] + offset, RECTS[AT + KEY_SPAN] - offset
+    query_span = RECTS[AT + QUERY_SPAN] - offset
+    # the first query of the rectangle at or after low: in this repeat, or else in the next
+    shift = tl.maximum(low - query, 0)
+    if LAST == 0:
+        shift = low * 0
+    else:
+        shift = tl.minimum(shift // RECTS[AT + PERIOD], LAST) * RECTS[AT + PERIOD]
+    first = tl.cdiv(tl.maximum(low - query - shift, 0), RECTS[AT + QUERY_STEP]) * RECTS[AT + QUERY_STEP]
+    if LAST == 0:
+        has = has & (first < query_span) & (query + first < high)
+    else:
+        first = tl.where(first < query_span, shift + first, shift + RECTS[AT + PERIOD])
+        shift = first // RECTS[AT + PERIOD] * RECTS[AT + PERIOD]
+        has = has & (shift // RECTS[AT + PERIOD] <= LAST) & (query + first < high)
+    query, key = query + shift, key + shift
+    stop = high if CAUSAL else tokens
+    repeats = low * 0  # after the first, up to the last query's
+    if LAST == 0:  # several repeats are limited by a mask alone
+        stop = tl.minimum(stop, high + RECTS[AT + HIGH])
+        skipped = tl.cdiv(tl.maximum(low + RECTS[AT + LOW] - key, 0), STEP) * STEP
+        key, span = key + skipped, tl.maximum(span - skipped, 0)
+    else:
+        repeats = tl.minimum((high - 1 - query) // RECTS[AT + PERIOD], LAST - shift // RECTS[AT + PERIOD])
+    stop = tl.minimum(span, stop - key - repeats * RECTS[AT + PERIOD])
+    tiles = tl.cdiv(span, STEP * BN)
+    count = repeats * tiles + tl.cdiv(tl.maximum(stop, 0), STEP * BN)
+    return query, key, span, tiles, tl.where(has, count, 0)
 
 
 @triton.jit
-def find_tile(number, rows, PATTERN: constexpr, BRANCHES: constexpr, BN: constexpr, CAUSAL: constexpr):
-    """Of all tiles the one with this number: its segment, width, rate and offset, and the first of its rows."""
-    before = rows[0] * 0
-    segment, width, rate, offset, each, index = before, before, before, before, before + 1, before
-    for i in tl.static_range(BRANCHES):
-        this = tiles_of_branch(rows, PATTERN, 6 * i, BN, CAUSAL)
-        found = (number >= before) & (number < before + this[3])
-        segment, offset = tl.where(found, this[0], segment), tl.where(found, this[1], offset)
-        width, rate = tl.where(found, PATTERN[6 * i], width), tl.where(found, PATTERN[6 * i + 1], rate)
-        each, index = tl.where(found, this[2], each), tl.where(found, number - before, index)
-        before += this[3]
-    return segment + index // each * width, width, rate, offset, index % each * BN
+def find_tile(
+    number, asked, RECTS: constexpr, COUNT: constexpr, BN: constexpr, CAUSAL: constexpr, LIMITED: constexpr,
+    ONE: constexpr,
+):  # fmt: skip
+    """Of all tiles the one with this number: its branch; its first key, their step and where they end; the first
+    query of that repeat, their step and span; and the limits."""
+    zero = asked[0] * 0
+    before, branch, key, step, span, tiles, period, index = zero, zero, zero, zero, zero, zero + 1, zero, zero
+    query, query_step, query_span, low, high = zero, zero + 1, zero, zero, zero
+    for i in tl.static_range(COUNT):
+        this = met(asked, RECTS, NUMBERS * i, BN, CAUSAL)
+        found = (number >= before) & (number < before + this[4])
+        key, span, tiles = (
+            tl.where(found, this[1], key),
+            tl.where(found, this[2], span),
+            tl.where(found, this[3], tiles),
+        )
+        step, index = tl.where(found, RECTS[NUMBERS * i + KEY_STEP], step), tl.where(found, number - before, index)
+        branch = tl.where(found, RECTS[NUMBERS * i + BRANCH], branch)
+        if not ONE:
+            _, offset = head_offset(asked[2], RECTS, NUMBERS * i)
+            period, query = tl.where(found, RECTS[NUMBERS * i + PERIOD], period), tl.where(found, this[0], query)
+            query_step = tl.where(found, RECTS[NUMBERS * i + QUERY_STEP], query_step)
+            query_span = tl.where(found, RECTS[NUMBERS * i + QUERY_SPAN] - offset, query_span)
+        if LIMITED:
+            low, high = tl.where(found, RECTS[NUMBERS * i + LOW], low), tl.where(found, RECTS[NUMBERS * i + HIGH], high)
+        before += this[4]
+    if not ONE:
+        later = index // tiles * period
+        key, query, index = key + later, query + later, index % tiles
+    return branch, (key + index * BN * step, step, key + span), (query, query_step, query_span), low, high
 
 
 @triton.jit
-def zeros_of_branch(position, end, head, PATTERN: constexpr, AT: constexpr):
-    """How many zero keys each row attends to in a branch: a sample ends at ``end``, and its last segment is filled."""
-    runs, offset = head_offset(head, PATTERN, AT)
-    segment = position // PATTERN[AT] * PATTERN[AT]
-    meets = runs & ((position - segment) % PATTERN[AT + 1] == offset)
-    return tl.where(meets, zero_keys(segment, end, end, PATTERN[AT], PATTERN[AT + 1], offset), 0)
+def sees(query, key, head, RECTS: constexpr, AT: constexpr):
+    """Whether queries see keys in a rectangle; both are positions, which are broadcast."""
+    has, offset = head_offset(head, RECTS, AT)
+    query_at, key_at = query - (RECTS[AT + QUERY] + offset), key - (RECTS[AT + KEY] + offset)
+    repeat = tl.maximum(query_at, 0) // RECTS[AT + PERIOD]
+    has = has & (query_at >= 0) & (repeat < RECTS[AT + REPEATS])
+    query_at, key_at = query_at - repeat * RECTS[AT + PERIOD], key_at - repeat * RECTS[AT + PERIOD]
+    has = has & (query_at < RECTS[AT + QUERY_SPAN] - offset) & (query_at % RECTS[AT + QUERY_STEP] == 0)
+    has = has & (key_at >= 0) & (key_at < RECTS[AT + KEY_SPAN] - offset)
+    if RECTS[AT + KEY_STEP] > 1:
+        has = has & (key_at % RECTS[AT + KEY_STEP] == 0)
+    return has & (key - query >= RECTS[AT + LOW]) & (key - query <= RECTS[AT + HIGH])
+
+
+@triton.jit
+def is_new(query, key, head, branch, RECTS: constexpr, COUNT: constexpr):
+    """Whether no earlier branch than this one shows the keys to the queries."""
+    new = (key >= 0) & (query >= 0)
+    for i in tl.static_range(COUNT):
+        if RECTS[NUMBERS * i + BRANCH] < RECTS[NUMBERS * (COUNT - 1) + BRANCH]:
+            is_earlier = RECTS[NUMBERS * i + BRANCH] < branch
+            new = new & ~(is_earlier & sees(query, key, head, RECTS, NUMBERS * i))
+    return new
+
+
+@triton.jit
+def zeros_of_rect(position, end, head, RECTS: constexpr, AT: constexpr):
+    """How many zero keys each row attends to in a segment: a sample ends at ``end``, and its last segment is filled."""
+    has, offset = head_offset(head, RECTS, AT)
+    WIDTH: constexpr = RECTS[AT + PERIOD]
+    segment = position // WIDTH * WIDTH
+    meets = has & ((position - segment) % RECTS[AT + KEY_STEP] == offset)
+    return tl.where(meets, zero_keys(segment, end, end, WIDTH, RECTS[AT + KEY_STEP], offset), 0)
 
 
 @triton.jit
@@ -78,8 +150,9 @@ def decode_kernel(
     Q, K, V, Padding, Positions, Ends, Out, Lse,
     first, queries, tokens, splits, kv_heads, first_head, scale, positions_step,
     padding_sample, padding_token, q_strides, k_strides, v_strides,
-    PATTERN: constexpr, BRANCHES: constexpr, GROUP: constexpr, D: constexpr, BD: constexpr,
-    BM: constexpr, BN: constexpr, SPLIT: constexpr, ONE: constexpr, CAUSAL: constexpr, ZEROS: constexpr,
+    RECTS: constexpr, COUNT: constexpr, GROUP: constexpr, D: constexpr, BD: constexpr, BM: constexpr,
+    BN: constexpr, SPLIT: constexpr, ONE: constexpr, CAUSAL: constexpr, LIMITED: constexpr, ONCE: constexpr,
+    ZEROS: constexpr,
 ):  # fmt: skip
     # --- this program's rows: queries of one sample and key/value head, each with its group
     tiles = tl.cdiv(queries * GROUP, BM)
@@ -104,20 +177,22 @@ def decode_kernel(
     head = kv_head + first_head
     low = tl.maximum(start + tile * BM // GROUP, 0)
     high = tl.minimum(start + tl.minimum((tile * BM + BM - 1) // GROUP + 1, queries), tokens)
-    rows = low, high, head, tokens
+    asked = low, high, head, tokens
     total = tokens * 0
-    for i in tl.static_range(BRANCHES):
-        total += tiles_of_branch(rows, PATTERN, 6 * i, BN, CAUSAL)[3]
+    for i in tl.static_range(COUNT):
+        total += met(asked, RECTS, NUMBERS * i, BN, CAUSAL)[4]
     share = (total + splits - 1) // splits
+    asking = position[:, None]
+    if ONE:
+        asking = tl.zeros((1, 1), int64) + start
 
     top = tl.full((BM,), NOTHING, float32)
     sums = tl.zeros((BM,), float32)
     acc = tl.zeros((BM, BD), float32)
     for number in range(split * share, tl.minimum((split + 1) * share, total)):
-        segment, width, rate, offset, first_row = find_tile(number, rows, PATTERN, BRANCHES, BN, CAUSAL)
-        at = segment + offset + (first_row + tl.arange(0, BN)) * rate
-        stop = tl.minimum(segment + width, high if CAUSAL else tokens)
-        seen = at < stop
+        branch, keys, queries_seen, least, most = find_tile(number, asked, RECTS, COUNT, BN, CAUSAL, LIMITED, ONE)
+        at = keys[0] + tl.arange(0, BN) * keys[1]
+        seen = at < tl.minimum(keys[2], high if CAUSAL else tokens)
         if Padding is not None:
             ignored = tl.load(Padding + sample * padding_sample + at * padding_token, mask=seen, other=1)
             seen = seen & (ignored == 0)
@@ -125,13 +200,18 @@ def decode_kernel(
         loaded = seen[:, None] & in_row
         k = tl.load(rows_at(K, k_strides, sample, at, kv_head, column), mask=loaded, other=0.0).to(q.dtype)
         v = tl.load(rows_at(V, v_strides, sample, at, kv_head, column), mask=loaded, other=0.0).to(q.dtype)
-        takes_part = inside  # a single query meets no tile of a branch that it is not in
+        takes_part = inside  # a single query meets no tile of a rectangle that it is not in
         if not ONE:
-            mine = position - segment
-            takes_part = inside & (mine >= 0) & (mine < width) & (mine % rate == offset)
+            mine = position - queries_seen[0]
+            takes_part = inside & (mine >= 0) & (mine < queries_seen[2]) & (mine % queries_seen[1] == 0)
         visible = takes_part[:, None] & seen[None, :]
         if CAUSAL:
             visible = visible & (position[:, None] >= at[None, :])
+        if LIMITED:
+            apart = at[None, :] - position[:, None]
+            visible = visible & (apart >= least) & (apart <= most)
+        if ONCE:
+            visible = visible & is_new(asking, at[None, :], head, branch, RECTS, COUNT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         scores = tl.where(visible, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -147,8 +227,8 @@ def decode_kernel(
         if Ends is not None:
             end = tl.load(Ends + sample)
         count = position * 0
-        for i in tl.static_range(BRANCHES):
-            count += zeros_of_branch(position, end, head, PATTERN, 6 * i)
+        for i in tl.static_range(COUNT):
+            count += zeros_of_rect(position, end, head, RECTS, NUMBERS * i)
         top, rescale, added = with_zero_keys(top, tl.where(inside, count, 0))
         acc, sums = acc * rescale[:, None], sums * rescale + added
 

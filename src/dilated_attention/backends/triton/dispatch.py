@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention.backends.triton import strips
+from dilated_attention.backends.triton.endless import too_many
 from dilated_attention.backends.triton.nesting import groups
 from dilated_attention.call import ON_DEVICE, Call
 from dilated_attention.pattern import DilatedPattern
@@ -42,7 +43,6 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         "triton is not installed: it comes with torch's CUDA builds": not INSTALLED,
         "it takes whole calls on one device, not the parts that ranks exchange and streams are cut into": call.in_parts,
         "it takes calls whole, and a cap on memory asks for parts": call.memory_cap_id,
-        "its decoding is of a DilatedPattern": call.is_decode and not isinstance(call.pattern, DilatedPattern),
         "it does not compute in float64": call.dtype is torch.float64,
         f"it takes a head_dim up to {max(SMALL)}, not {dim}": dim > max(SMALL),
         "its decoding has no dropout": call.is_decode and call.drops,
@@ -51,7 +51,9 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         f"it runs on CUDA, not on {call.device.type}": not (on_cuda or interpreted),
     }
     found = [why for why, is_so in reasons.items() if is_so]
-    if not found and not isinstance(call.pattern, DilatedPattern) and strips.launches(call) is None:
+    if not found and call.is_decode:
+        found = list(filter(None, [too_many(call.pattern, call.held.total)]))
+    elif not found and not isinstance(call.pattern, DilatedPattern) and strips.launches(call) is None:
         return ["two branches have pairs in common that only a mask can tell apart"]
     if found or not on_cuda:
         return found

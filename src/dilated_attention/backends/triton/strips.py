@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dilated_attention.backends.triton.endless import stretches
 from dilated_attention.backends.triton.tiling import Array, Tiling
 from dilated_attention.branches import Blocks
 from dilated_attention.branches.base import Rect, Rows
@@ -60,8 +61,8 @@ def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
             if None in rects:
                 return None
             for turn, strip in _strips(branch, [rect for rect in rects if rect is not None]):
-                for first, count in _runs(sorted(heads)):
-                    turns.setdefault(turn, []).append(strip._replace(head=first, heads=count))
+                for first, stop in stretches(sorted(heads)):
+                    turns.setdefault(turn, []).append(strip._replace(head=first, heads=stop - first))
         found += [turns[turn] for turn in sorted(turns)]
     return tuple(map(tuple, found))
 
@@ -126,12 +127,6 @@ def _adjoined(keys: Iterable[Rows]) -> Iterator[Rows]:
         waiting = rows
     if waiting is not None:
         yield waiting
-
-
-def _runs(heads: list[int]) -> Iterator[tuple[int, int]]:
-    for _, some in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
-        numbers = [head for _, head in some]
-        yield numbers[0], len(numbers)
 
 
 # --- tiles --------------------------------------------------------------------------------------------------------
