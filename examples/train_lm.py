@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import witten_bell
-from texts import BEGIN, BYTES, held_out_rows, read_texts, summary, tokens_of
+from texts import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, summary, tokens_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,8 +39,7 @@ import dilated_attention as da
 from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.text import PackedRows
-from dilated_attention.models.training import Checkpoints, Log, together
+from dilated_attention.models.training import Checkpoints, together
 from dilated_attention.models.transformer import SIZES
 
 
@@ -189,6 +190,51 @@ class Trainer:
         drawn = torch.Generator().manual_seed(self.options.seed)
         written = plain.generate_tokens([prompt], count, temperature=0.8, generator=drawn)
         return [*prompt.tolist(), *written[0].tolist()]
+
+
+class Log:
+    """Writes the log of a training, on the first rank alone: a file of JSON lines, and a live line in the terminal.
+
+    Lines of steps after ``step``, the last that is done, are removed: these steps are run again.
+    """
+
+    def __init__(self, file: Path, steps: int, step: int) -> None:
+        self.file, self.steps = file, steps
+        self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
+        # a torn last line is left out: the program was killed as it wrote it
+        old = file.read_text("utf-8").split("\n")[:-1] if self.speaks and file.exists() else []
+        self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
+        if self.speaks:
+            charts.write(self.file, "".join(f"{json.dumps(line)}\n" for line in self.lines).encode())
+
+    def add(self, step: int, **facts: float) -> None:
+        if not self.speaks:
+            return
+        line = {"step": step, **facts}
+        if self.lines[-1:] != [line]:  # a training that was finished before says the same again
+            self.lines.append(line)
+            with self.file.open("a") as file:
+                file.write(f"{json.dumps(line)}\n")
+        told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
+        said = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
+        if sys.stdout.isatty():
+            print(f"\r\033[K{said}", end="", flush=True)
+        elif step % max(1, self.steps // 10) == 0:
+            print(said, flush=True)
+
+    def plot(self, file: Path, levels: dict[str, float]) -> None:
+        """Draws the losses in bits per token; ``levels`` are lines to compare them with."""
+        points = [(line["step"], line["loss"] / math.log(2), "training") for line in self.lines if "loss" in line]
+        points += [(at, bits, name) for name, bits in levels.items() for at in (0, self.steps)]
+        chart = {
+            "data": {"values": [{"step": at, "bits per token": bits, "of": name} for at, bits, name in points]},
+            "mark": "line", "width": 560, "height": 320, "encoding": {
+                "x": {"field": "step", "type": "quantitative"},
+                "y": {"field": "bits per token", "type": "quantitative", "scale": {"zero": False}},
+                "color": {"field": "of", "type": "nominal", "title": None},
+            },
+        }  # fmt: skip
+        charts.write(file, charts.drawn(chart, ".svg"))
 
 
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:

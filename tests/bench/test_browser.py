@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from dilated_attention.bench import plots
 from dilated_attention.bench.page import page
 from tests.bench import sample
-from tests.browsing import IN_A_BROWSER, keeps_to_itself, screenshots, started_browser  # noqa: F401
+from tests.browsing import IN_A_BROWSER, keeps_to_itself, show_report, started_browser  # noqa: F401
 
 SAMPLE: dict[str, Any] = sample.sample()
 POINTS = plots.points(SAMPLE["measurements"])
@@ -48,7 +48,7 @@ def show(browser: webdriver.Chrome, pages: dict[str, str]) -> Iterator[Open]:
     """Opens a page as it looks at a width and in a theme. Whatever the browser has to complain about fails the test."""
 
     def opened(name: str = "sample", width: int = 1280, theme: str = "light", choice: str = "") -> webdriver.Chrome:
-        screenshots["show"](browser, f"{pages[name]}#{choice}", width, 844, 1, theme)
+        show_report(browser, f"{pages[name]}#{choice}", width, 844, theme)
         return browser
 
     yield opened
@@ -170,7 +170,7 @@ def test_a_choice_changes_the_plot_and_the_address_which_restores_it(show: Open)
     wait(chrome, lambda: lines(chrome) == len(shown))
     address = chrome.current_url
     show()
-    screenshots["show"](chrome, address, 1280, 844, 1, "light")
+    show_report(chrome, address, 1280, 844, "light")
     assert (texts(chrome, "#shown button"), lines(chrome)) == (shown, len(shown))
     assert texts(chrome, "#heading") == ["Peak memory beyond the inputs, forward"]
     Select(chrome.find_element(By.NAME, "setting")).select_by_value(START.replace("float32", "float32, causal"))

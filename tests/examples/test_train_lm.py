@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention.models.text import PackedRows
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import train_lm  # noqa: E402
 import witten_bell  # noqa: E402
-from texts import BEGIN, BYTES, held_out_rows, read_texts, tokens_of  # noqa: E402
+from texts import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, tokens_of  # noqa: E402
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "tokens": 40, "rows": 4, "steps": 4, "save-every": 2, "device": "cpu"}
 

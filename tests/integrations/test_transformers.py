@@ -59,9 +59,9 @@ ENDS = torch.tensor([0, *LENGTHS]).cumsum(0)
 def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, called = expected(name), []
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor, *, pattern: Any, is_causal: bool, scale: float, **_: Any) -> Any:
-        called.append(pattern)
-        return reference.attention(q, k, v, pattern, is_causal=is_causal, scale=scale)
+    def oracle(inputs: Any, options: Any, *_: Any, **__: Any) -> Any:
+        called.append(options.pattern)
+        return reference.attention(*inputs[:3], options.pattern, is_causal=options.is_causal, scale=options.scale)
 
     monkeypatch.setattr(adapter.functional, "attend", oracle)
     assert error(found, expected(name)) < CLOSE
@@ -325,8 +325,8 @@ def test_a_config_without_a_pattern_or_with_too_many() -> None:
     config = config_of()
     for count in (0, 3):
         config.dilated_pattern = [written(PATTERN)] * count  # as one that was loaded may be
-        refused(made(config), f"{count} patterns, and the model 2 layers: give one, or one each")
-        with pytest.raises(ValueError, match=f"{count} patterns, and the model 2 layers"):
+        refused(made(config), f"{count} patterns for 2 layers: give one for all, or a list")
+        with pytest.raises(ValueError, match=f"{count} patterns for 2 layers"):
             set_pattern(config_of(), [PATTERN] * count)
 
 

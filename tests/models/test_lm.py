@@ -260,7 +260,7 @@ def called(name: str, *given: Any, **options: Any) -> Any:
         ("config", (), {"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
         ("config", (), {"head_dim": 5}, "even head_dim"),
         ("config", (), {"rotary_base": 0.0}, "rotary_base must be a finite number above 0, or None, got 0.0"),
-        ("config", (), {"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
+        ("config", (), {"pattern": (PATTERN,) * 3}, "3 patterns for 2 layers: give one"),
         ("config", (), {"kv_heads": 3}, "cannot be shared evenly"),
         ("config", (), {"depth": 0}, "depth must be 1 or more"),
         ("config", (), {"pattern": None}, "pattern must be a Pattern"),

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
+from dilated_attention.functional import with_sinks
 from dilated_attention.models.parts import Tensors, in_parts, is_long
 from dilated_attention.pattern import Pattern
 
@@ -99,7 +100,7 @@ class LMConfig:
         defaults = {"kv_heads": self.heads, "head_dim": self.dim // self.heads, "ffn_dim": 4 * self.dim}
         for name, default in defaults.items():
             given = getattr(self, name)
-            object.__setattr__(self, name, default if given is None else check_int(name, given))
+            object.__setattr__(self, name, check_int(name, default if given is None else given))
         for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", tuple(NORMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -109,8 +110,6 @@ class LMConfig:
             if self.head_dim % 2:
                 raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         object.__setattr__(self, "pattern", read_pattern(self.pattern))
-        if len(self.patterns) != self.depth:
-            raise ValueError(f"give one pattern, or one per layer: got {len(self.patterns)} for {self.depth} layers")
         for pattern in self.patterns:
             pattern.check_heads(self.heads, self.kv_heads)
 
@@ -127,7 +126,7 @@ class LMConfig:
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """The pattern of each layer."""
-        return (self.pattern,) * self.depth if isinstance(self.pattern, Pattern) else self.pattern
+        return per_layer(self.pattern, self.depth)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
@@ -154,6 +153,15 @@ def read_pattern(found: Any) -> Any:
     if not isinstance(found, dict):
         raise TypeError(f"pattern must be a Pattern or a DilatedPattern, or a list of one per layer, got {found!r}")
     return Pattern.from_dict(found)
+
+
+def per_layer(found: Any, layers: int) -> tuple[Pattern, ...]:
+    """The pattern of each layer: the one that all share, or those listed."""
+    read = read_pattern(found)
+    patterns = (read,) * layers if isinstance(read, Pattern) else read
+    if len(patterns) != layers:
+        raise ValueError(f"{len(patterns)} patterns for {layers} layers: give one for all, or a list of one per layer")
+    return patterns
 
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensors:
@@ -205,9 +213,11 @@ class TransformerBlock(nn.Module):
         for name, weight in self.named_parameters():
             weights[not name.startswith(BEFORE)].append(weight)
         q, k, v = in_parts(first, given, weights[0], again) if is_late else first(*given)
-        out, lse = attend(q, k, v)
-        inputs = (x, out) if self.sink is None else (x, out, lse)
-        return in_parts(partial(self._run, after), inputs, weights[1], again)[0]
+        return in_parts(partial(self._run, after), (x, self.attended(attend(q, k, v))), weights[1], again)[0]
+
+    def attended(self, found: tuple[Tensor, Tensor]) -> Tensor:
+        """What attention gives, with the sinks."""
+        return found[0] if self.sink is None else with_sinks(*found, self.sink)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
@@ -239,14 +249,11 @@ class TransformerBlock(nn.Module):
             weight.mul_(factor)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
 
 
 def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Tensors) -> Tensor:
     q, k, v = before(block, x, *waves)
-    return after(block, x, *attend(q, k, v))[0]
+    return after(block, x, block.attended(attend(q, k, v)))[0]
 
 
 def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> Tensors:
@@ -257,10 +264,8 @@ def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> Tensors:
     return (rotated(q, *waves), rotated(k, *waves), v) if waves else (q, k, v)
 
 
-def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor]:
+def after(block: TransformerBlock, x: Tensor, out: Tensor) -> tuple[Tensor]:
     """The rest of the block, which sees each token alone as well."""
-    if block.sink is not None and lse is not None:
-        out = out * torch.sigmoid(lse - block.sink).unsqueeze(-1).to(out.dtype)
     x = x + block.out(block.inner_norm(out.flatten(-2)))
     up = block.up(block.ffn_norm(x))
     if block.ffn == "swiglu":
@@ -309,7 +314,9 @@ class Trunk(nn.Module):
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5 if self.config.sub_norm else 0.02)
         for block in self.blocks:
             block.reset_parameters(self.config.depth)
-        self.norm.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
 
     def states(self, x: Tensor, positions: Tensor, attends: Sequence[Attend], apart: bool = False) -> Tensor:
         """The normalised states after the last block, of token ids (B, n) or of embedded tokens (B, n, E).

@@ -66,7 +66,7 @@ def attention(
     group = options.get("group")
     out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
-        out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
+        out, _ = functional.with_sinks(out, lse, options["s_aux"])
     return out.contiguous(), None
 
 

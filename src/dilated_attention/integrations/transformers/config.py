@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dilated_attention.models.transformer import read_pattern, written
+from dilated_attention.models.transformer import per_layer, written
 from dilated_attention.pattern import Pattern
 
 FIELD = "dilated_pattern"
@@ -24,9 +24,9 @@ def set_pattern(config: Any, pattern: Pattern | Sequence[Pattern]) -> Any:
     """
     config = getattr(config, "config", config)
     check_model(config)
-    given = written(pattern)
-    _per_layer(given, getattr(config, "num_hidden_layers", None))
-    setattr(config, FIELD, given)
+    if hasattr(config, "num_hidden_layers"):
+        per_layer(pattern, config.num_hidden_layers)
+    setattr(config, FIELD, written(pattern))
     return config
 
 
@@ -45,16 +45,7 @@ def patterns_of(config: Any) -> tuple[Pattern, ...]:
     given = getattr(config, FIELD, None)
     if given is None:
         raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
-    return _per_layer(given, config.num_hidden_layers)
-
-
-def _per_layer(given: Any, layers: int | None) -> tuple[Pattern, ...]:
-    """``layers``: None if they are not known."""
-    read = read_pattern(given)
-    patterns: tuple[Pattern, ...] = (read,) * (layers or 1) if isinstance(read, Pattern) else read
-    if not patterns or layers not in (None, len(patterns)):
-        raise ValueError(f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers: give one, or one each")
-    return patterns
+    return per_layer(given, config.num_hidden_layers)
 
 
 def pattern_of(module: Any) -> Pattern:
