@@ -160,21 +160,17 @@ class Block(NamedTuple):
             most = max(1, min(most, rows // (self.queries.rows * most_heads)))
         if (most_heads, most) == (self.heads, self.batch):
             return [self]
-        if self.queries.samples > 1 < self.queries.segments:  # a part has whole samples, or is inside of one
-            segments = self.queries.segments
-            most = most - most % segments if most >= segments else most
+        segments = self.queries.segments
+        if self.queries.samples > 1 < segments:  # a part has whole samples, or is inside of one
+            if most < segments:
+                one_by_one = [self._part(at, at + segments, 0, self.heads) for at in range(0, self.batch, segments)]
+                return [part for one in one_by_one for part in one.cut(rows, heads, batch)]
+            most -= most % segments
         return [
-            self._part(first, stop, head, min(head + most_heads, self.heads))
-            for first, stop in self._stretches(most)
+            self._part(first, min(first + most, self.batch), head, min(head + most_heads, self.heads))
+            for first in range(0, self.batch, most)
             for head in range(0, self.heads, most_heads)
         ]
-
-    def _stretches(self, most: int) -> Iterator[tuple[int, int]]:
-        """The batch in parts of at most so much; samples that are taken apart are taken apart one by one."""
-        whole = self.batch if self.queries.segments == 1 or most >= self.queries.segments else self.queries.segments
-        for begin in range(0, self.batch, whole):
-            for first in range(begin, begin + whole, most):
-                yield first, min(first + most, begin + whole)
 
     def _part(self, first: int, stop: int, head: int, last: int) -> Block:
         segment = 0 if self.queries.segments == 1 else first % self.queries.segments
@@ -231,9 +227,7 @@ def plan(
     blocks: list[Block] = []
     written: set[int] = set()
     bare = list(range(call.kv_heads)) if apart else []
-    for index in call.pattern.order(
-        call.drops
-    ):  # with a rate of 1 the first branch writes every row, and nothing needs filling
+    for index in call.pattern.order(call.drops):  # a first branch of rate 1 writes every row: nothing needs filling
         branch, heads = branches[index], [head for head, _ in call.placed(index)]
         fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
         bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
