@@ -55,12 +55,12 @@ def one_layout(inputs: Inputs) -> Inputs:
 
 def without_infinity(q: Tensor) -> Tensor:
     """q with NaN in rows that have an infinity, whose scores may all be -inf: kernels disagree on what that gives."""
-    if _seems_finite(q):
+    if seems_finite(q):
         return q
     return q.masked_fill(q.isinf().any(-1, keepdim=True), torch.nan)
 
 
-def _seems_finite(q: Tensor) -> bool:
+def seems_finite(q: Tensor) -> bool:
     """False where a number may be NaN or infinite, which a sum tells far sooner than a look at each.
 
     Only a CPU looks: on other devices the host would wait for the answer.
@@ -75,7 +75,7 @@ def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs,
     -inf.
     """
     q, (out, lse, dout, dlse) = inputs.q, results
-    if _seems_finite(q):
+    if seems_finite(q):
         return inputs, results, None
     bad = ~q.isfinite().all(-1)
     q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))

@@ -19,6 +19,28 @@ from torch import Tensor
 
 from dilated_attention.checks import check_int
 
+FOREVER = 2**62  # a period that no sequence reaches
+
+
+class Kept(NamedTuple):
+    """What a cache keeps of a head for later queries: in slot s the latest of offset + s * step + i * period.
+
+    A query sees all of them; if each period begins ``anew``, those of its own; where tokens see one another, ``among``
+    themselves, none unless it is kept itself; and if ``asks``, only those that the branch's `sees` names.
+    """
+
+    offset: int = 0
+    step: int = 1
+    period: int = FOREVER
+    most: int = FOREVER  # slots
+    anew: bool = False
+    among: bool = False
+    asks: bool = False
+
+    def rows(self, tokens: int) -> int:
+        """How many slots sequences of so many tokens fill."""
+        return max(0, min(self.most, -((self.offset - min(self.period, tokens)) // self.step)))
+
 
 class Rows(NamedTuple):
     """The tokens start, start + step, ...: so many of them."""
@@ -199,13 +221,17 @@ class Branch:
         """Heads of one offset see the same."""
         return 0
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
-        """The definition: which keys a head's queries see, both as positions, which are broadcast."""
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """The definition: which keys a head's queries see, both as positions; all are broadcast."""
         raise NotImplementedError
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """All pairs of these queries, each once. Heads have equally many rectangles in one order; some are empty."""
         raise NotImplementedError
+
+    def kept(self, head: int) -> Kept:
+        """What later queries of a causal sequence can see; by default all tokens."""
+        return Kept(asks=True)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         """The pairs of a rectangle that this branch does not show; None if only `sees` can tell them."""

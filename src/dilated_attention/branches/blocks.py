@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Rect, in_order, rows_at
+from dilated_attention.branches.base import Branch, Kept, Rect, in_order, rows_at
 from dilated_attention.checks import check_int
 
 Pairs = tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ class Blocks(Branch):
             fixed[row] |= set(range(count)) if row < first else set(range(min(first, count)))
         return cls(size, _random(count, per_row, seed, is_causal, fixed))
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         last = max(map(max, self.pairs)) + 1  # of the blocks beyond the listed ones none sees another
         listed = torch.zeros(last + 1, last + 1, dtype=torch.bool)
         listed[tuple(torch.tensor(self.pairs).T)] = True
@@ -82,6 +82,11 @@ class Blocks(Branch):
                 rect = Rect(mine, mine.moved(distance * size), None, None, count, step * size if count > 1 else 0)
                 yield rect.between(high=high)
 
+    def kept(self, head: int) -> Kept:
+        """All up to the last block that a later one sees."""
+        last = max((key for query, key in self.pairs if key <= query), default=-1)
+        return Kept(most=(last + 1) * self.size, asks=True)
+
 
 @dataclass(frozen=True, repr=False)
 class Dense(Branch):
@@ -98,12 +103,15 @@ class Dense(Branch):
     kind: ClassVar[str] = "dense"
     cuts: ClassVar[bool] = True
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= 0) & (key >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         rows, keys = rows_at(0, 1, queries.start, queries.stop), rows_at(0, 1, 0, n)
         yield Rect(rows, keys).between(high=0 if is_causal else None)
+
+    def kept(self, head: int) -> Kept:
+        return Kept()
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return []

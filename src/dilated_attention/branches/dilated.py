@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Rect, Rows, rows_at, segments
+from dilated_attention.branches.base import Branch, Kept, Rect, Rows, rows_at, segments
 from dilated_attention.checks import check_int
 
 MOST_PARTS = 8  # segments of a nested branch inside of another's, that are told apart as rectangles
@@ -46,8 +46,8 @@ class Dilated(Branch):
     def offset_of(self, head: int) -> int:
         return head // self.neighbours % self.rate if self.offset == "head" else self.offset
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
-        offset = self.offset_of(head)
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
+        offset = self.offset_of(head)  # type: ignore[arg-type]  # of several heads, as a tensor too
         takes_part = (query % self.length % self.rate == offset) & (key % self.length % self.rate == offset)
         return takes_part & (query // self.length == key // self.length)
 
@@ -60,6 +60,9 @@ class Dilated(Branch):
             )
             rect = Rect(rows, keys, repeats=repeats, period=self.length if repeats > 1 else 0)
             yield rect.between(high=0 if is_causal else None)
+
+    def kept(self, head: int) -> Kept:
+        return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         width, rate, offset = self.length, self.rate, self.offset_of(head)

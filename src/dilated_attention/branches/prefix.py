@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Rect, Rows, in_order, rising, rows_at
+from dilated_attention.branches.base import Branch, Kept, Rect, Rows, in_order, rising, rows_at
 from dilated_attention.checks import check_int
 
 MOST_PARTS = 64  # rectangles that are left of one
@@ -38,11 +38,14 @@ class Prefix(Branch):
         super().__post_init__()
         check_int("count", self.count)
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.count) & (query >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         return seen_by_all(Rows(0, 1, min(self.count, n)), queries, is_causal)
+
+    def kept(self, head: int) -> Kept:
+        return Kept(most=self.count)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return after(rect, self.count)
@@ -73,7 +76,7 @@ class Global(Branch):
         else:
             object.__setattr__(self, "tokens", rising("tokens", self.tokens))
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         if isinstance(self.tokens, int):
             return (query < self.tokens) | (key < self.tokens)
         tokens = torch.tensor(self.tokens, device=query.device)
@@ -99,6 +102,12 @@ class Global(Branch):
             return None
         parts = [rect._replace(queries=queries, keys=keys).between() for queries in spans[0] for keys in spans[1]]
         return [part for part in parts if not part.is_empty]
+
+    def kept(self, head: int) -> Kept:
+        """Queries up to the last of these tokens may see all before them, and later ones see none after it."""
+        if isinstance(self.tokens, int):
+            return Kept(most=self.tokens)
+        return Kept(most=max(self.tokens, default=-1) + 1, asks=True)
 
 
 def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:

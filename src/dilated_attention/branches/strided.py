@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Rect, rows_at, segments
+from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, rows_at, segments
 from dilated_attention.checks import check_int
 
 
@@ -41,7 +41,7 @@ class Strided(Branch):
         if self.length is not None:
             check_int("length", self.length)
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         if self.length is None:
             return (key % self.rate == self.offset) & (query >= 0)
         here = query // self.length == key // self.length
@@ -59,3 +59,6 @@ class Strided(Branch):
         if self.length is not None or any(step % self.rate for step in steps):
             return None
         return [] if rect.keys.start % self.rate == self.offset else [rect]
+
+    def kept(self, head: int) -> Kept:
+        return Kept(self.offset, self.rate, self.length or FOREVER, anew=self.length is not None)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Rect, rows_at
+from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, rows_at
 from dilated_attention.checks import check_int
 
 
@@ -48,7 +48,7 @@ class Window(Branch):
         """The least and the most key - query, in tokens."""
         return -self.left * self.rate, (self.left if self.right is None else self.right) * self.rate
 
-    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         (low, high), distance = self.limits, key - query
         return (distance >= low) & (distance <= high) & (distance % self.rate == 0)
 
@@ -57,6 +57,9 @@ class Window(Branch):
         for first in range(queries.start, min(queries.stop, queries.start + self.rate)):
             rows, keys = rows_at(first, self.rate, first, queries.stop), rows_at(first, self.rate, 0, n)
             yield Rect(rows, keys).between(low, 0 if is_causal else high)
+
+    def kept(self, head: int) -> Kept:
+        return Kept(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         low, high = self.limits

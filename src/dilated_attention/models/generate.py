@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dilated_attention.checks import check_int
 from dilated_attention.models.transformer import Trunk
 from dilated_attention.pattern import Pattern
-from dilated_attention.streaming.kv_cache import KVCache, Slot
+from dilated_attention.streaming.kv_cache import KVCache
+from dilated_attention.streaming.slots import Slot
 
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
@@ -24,12 +25,13 @@ LOOK = 16  # steps after which the host looks whether all samples have ended
 class Decoder:
     """A model with its kept rows, and the buffers of a step. It has seen nothing yet."""
 
-    def __init__(self, model: Any, tokens: Tensor) -> None:
+    def __init__(self, model: Any, tokens: Tensor, room: int) -> None:
+        """``room``: of how many tokens the longest sample will be."""
         self.model, config, weight = model, model.config, model.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         like = weight.new_empty(len(tokens), 0, config.kv_heads, config.head_dim, dtype=dtype)
-        self.kept = [KVCache(pattern, like) for pattern in config.patterns]
+        self.kept = [KVCache(pattern, like, room) for pattern in config.patterns]
         self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
         self.logits = torch.empty(0)  # its output
         self.count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
@@ -119,7 +121,7 @@ def generate_tokens(
     if stop is not None and check_int("stop", stop, least=0) >= model.embed.num_embeddings:
         raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
     choose = chooser(temperature, top_k, top_p, generator)
-    decoder = Decoder(model, tokens)
+    decoder = Decoder(model, tokens, tokens.shape[1] + steps)
     captures = tokens.is_cuda and all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept)
     if cuda_graph and not captures:
         raise ValueError("cuda_graph=True needs a model on CUDA that our own kernels can run: see da.explain()")

@@ -15,7 +15,7 @@ from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import Options, check_options, resolve
 from dilated_attention.streaming.held import BufferedStream, CausalStream
 from dilated_attention.streaming.kv_cache import any_mode
@@ -25,7 +25,7 @@ Chunk = tuple[Tensor, Tensor, Tensor]
 
 def stream(
     chunks: Iterable[Chunk],
-    pattern: DilatedPattern,
+    pattern: Pattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -69,8 +69,8 @@ def stream(
     """
     options = Options(pattern, is_causal, scale, enable_gqa=enable_gqa, backend=backend, decodes=False)
     check_options(options)
-    if not isinstance(pattern, DilatedPattern):
-        raise NotImplementedError(f"stream() takes a DilatedPattern, got {pattern}")
+    if not is_causal and not isinstance(pattern, DilatedPattern):
+        raise NotImplementedError(f"a stream that is not causal takes a DilatedPattern, got {pattern}")
     if not isinstance(chunks, Iterable):
         raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
     max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)
@@ -89,7 +89,7 @@ def _outputs(
         with any_mode():
             if work is None:
                 work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, num_tokens)
-                work.check_memory(work.held_bytes(), max_bytes)
+                work.check_memory(max_bytes)
                 if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
                     choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
             if _kind(call) != _kind(work.call):

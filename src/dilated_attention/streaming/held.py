@@ -17,9 +17,11 @@ from dilated_attention import autograd
 from dilated_attention.backends import run
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
+from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
-from dilated_attention.streaming.kv_cache import KVCache, rows_of
+from dilated_attention.streaming.kv_cache import KVCache
+from dilated_attention.streaming.slots import rows_kept
 from dilated_attention.units import bytes_text
 
 
@@ -27,19 +29,22 @@ class Stream:
     """The work of a stream. Its call has the shapes of no tokens, alike for all chunks."""
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
-        lengths = call.dilated.segment_lengths
-        self.call, self.deliver, self.position = call, deliver, 0
-        self.branches = call.dilated.branches_for(call.kv_heads)
-        self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
-        self.longest = max(lengths)
-        self.most = self.longest if num_tokens is None else min(num_tokens, self.longest)  # tokens of a segment
+        self.call, self.deliver, self.num_tokens, self.position = call, deliver, num_tokens, 0
+
+    def held_bytes(self) -> int:
+        """The most that is held from one chunk to the next."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """There are no more tokens."""
 
-    def check_memory(self, held: int, max_bytes: int | None) -> None:
+    def check_memory(self, max_bytes: int | None) -> None:
         """Raise if what is held from one chunk to the next does not fit. Nothing is held yet."""
-        limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
+        self.limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
+        self.check_held()
+
+    def check_held(self) -> None:
+        held, limit = self.held_bytes(), self.limit
         if limit is None or held <= limit:
             return
         what, causal = "the longest segment", "is_causal=True, "
@@ -67,20 +72,23 @@ class CausalStream(Stream):
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
         super().__init__(call, deliver, num_tokens)
         like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
-        self.cache = KVCache(call.dilated, like, tokens=1)
+        self.cache = KVCache(call.pattern, like, tokens=1)
 
     def held_bytes(self) -> int:
-        call = self.call
-        rows = sum(len(branch.members) * rows_of(branch, self.most) for branch in self.branches)
+        """At the most; if that is without limit, what the tokens so far need."""
+        call, full = self.call, self.cache.full
+        tokens = min(full, full if self.num_tokens is None else self.num_tokens)
+        rows = rows_kept(call.pattern, call.kv_heads, self.position if tokens == FOREVER else tokens)
         return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):
+        before, self.position = self.position, self.position + q.shape[1]
+        if self.cache.full == FOREVER:
+            self.check_held()
+        for out, _ in self.cache.chunk(q, k, v, before, self.call.scale, cast(Backend, self.call.backend)):
             self.deliver(out)
-        after = self.position + q.shape[1]
-        self.cache.reserve(min(after, self.most))
-        self.cache.keep_chunk(k, v, self.position)
-        self.position = after
+        self.cache.reserve(self.position)
+        self.cache.keep_chunk(k, v, before)
 
 
 class BufferedStream(Stream):
@@ -93,6 +101,11 @@ class BufferedStream(Stream):
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
         super().__init__(call, deliver, num_tokens)
+        lengths = call.dilated.segment_lengths
+        self.branches = call.dilated.branches_for(call.kv_heads)
+        self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
+        self.longest = max(lengths)
+        self.most = self.longest if num_tokens is None else min(num_tokens, self.longest)  # tokens of a segment
         self.straddles = self.period != self.longest
         # branch, segment length, first head, and the one after the last; None: all branches
         self.parts: list[tuple[int | None, int, int, int]] = [(None, self.longest, 0, call.kv_heads)]

@@ -1,13 +1,12 @@
 """KVCache: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
 
-Of a branch (w, r) only the open segment matters, and of that every r-th token: w / r rows per key/value head, however
-long the sequence is. The next token of each sample is computed by itself, on the device and in fixed buffers, so that a
-CUDA graph can hold the step. Several tokens see one another and what is kept: the same blocks as in a ring, where rows
-come from an earlier rank. Row i of a head is the i-th token of its offset in the open segment.
+What that is, each branch says: w / r rows of a dilated one, a ring of the last rows of a window, the first of a prefix.
+The next token of each sample is computed by itself, on the device and in fixed buffers, so that a CUDA graph can hold
+the step. Several tokens see one another and what is kept: the same blocks as in a ring, where rows come from an earlier
+rank.
 
 Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
-sequence; count (B,) how many of the n tokens are real, the first ones; a cache (2, B, b, rows, h, D), k and v of b
-branches.
+sequence; count (B,) how many of the n tokens are real, the first ones; kept rows (2, B, h, S, D), k and v of h heads.
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from dilated_attention import blocks
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.tensors import finished, no_autocast, readable
-from dilated_attention.blocks import Block, Placed, View, head_runs
-from dilated_attention.branches import Dilated
-from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
+from dilated_attention.backends.tensors import finished, no_autocast, readable, seems_finite, without_infinity
+from dilated_attention.blocks import View
+from dilated_attention.branches.base import FOREVER
+from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
 from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
-from dilated_attention.pattern import DilatedPattern, rows_at_offset
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import Options, computed_dtype
+from dilated_attention.streaming.slots import Slot, period_of, tables_of, tokens_until_full
 
-Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+Pair = tuple[Tensor, Tensor]  # out and lse
+DENSE = DilatedPattern.longnet([2**48], [1])  # of all rows that are not hidden
 
 
 @contextlib.contextmanager
@@ -44,118 +44,54 @@ def any_mode() -> Iterator[None]:
         yield
 
 
-class Slot(NamedTuple):
-    """Where the next token of each sample belongs on a cache."""
-
-    sample: Tensor  # (B, 1), to index with
-    row: Tensor  # (B, b)
-    absent: Tensor  # (B, b, h, 1), which heads do not take part with it
-
-
-class BranchCache:
-    """The rows of branches that have equally many rows and the same heads: they are attended in one call."""
-
-    def __init__(self, branches: list[Dilated], rows: int, like: Tensor) -> None:
-        """``like``: has the samples, head dim, dtype and device of the rows."""
-        tensor, heads = functools.partial(torch.tensor, device=like.device), branches[0].members
-        self.branches, self.heads = branches, slice(heads[0], heads[-1] + 1)
-        self.lengths = tensor([branch.length for branch in branches])
-        self.rates = tensor([branch.rate for branch in branches])
-        self.offsets = tensor([[branch.offset_of(head) for head in heads] for branch in branches])
-        self.numbers = torch.arange(len(branches), device=like.device)
-        self.kv = like.new_zeros(2, like.shape[0], len(branches), rows, len(heads), like.shape[-1])
-        self.dense = DilatedPattern.longnet([rows], [1])
-
-    def slot(self, at: Tensor, count: Tensor | None) -> Slot:
-        token = at.unsqueeze(1) % self.lengths
-        absent = (token % self.rates).unsqueeze(2) != self.offsets
-        if count is not None:
-            absent = absent | (count == 0)[:, None, None]
-        sample = torch.arange(len(at), device=at.device).unsqueeze(1)
-        return Slot(sample, token // self.rates, absent.unsqueeze(3))
-
-    def put(self, k: Tensor, v: Tensor, slot: Slot) -> None:
-        """Keep one token per sample; heads that do not take part keep the row that they have."""
-        index = slice(None), slot.sample, self.numbers, slot.row
-        given = torch.stack((k, v)).to(self.kv.dtype)[:, :, :, self.heads]
-        self.kv[index] = torch.where(slot.absent, self.kv[index], given)
-
-    def seen(self, q: Tensor, slot: Slot, scale: float | None, backend: Backend) -> Pair:
-        """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, query heads, ...)."""
-        samples, branches = slot.row.shape
-        # Each branch is one more sample, and its query is at the token's row. Where a head does not take part, that row
-        # may be an old one, and what came of it is put away, NaN included.
-        queries = q.unsqueeze(1).expand(-1, branches, -1, -1, -1).flatten(0, 1)
-        keys, values = (x.flatten(0, 1) for x in self.kv)
-        inputs = Inputs(queries, keys, values, positions=slot.row.flatten())
-        out, lse = attend(inputs, Options(self.dense, True, scale, enable_gqa=True, backend=backend), warns=False)
-        shape = samples, branches, slot.absent.shape[2], -1
-        lse = lse.view(shape).masked_fill(slot.absent, -torch.inf)
-        return out.view(shape).masked_fill(slot.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
-
-
 class KVCache:
     """The rows of one attention layer, for samples that may be at different positions."""
 
-    def __init__(self, pattern: DilatedPattern, like: Tensor, tokens: int | None = None) -> None:
+    def __init__(self, pattern: Pattern, like: Tensor, tokens: int | None = None) -> None:
         """``like``: k or v of any tokens. ``tokens``: room for sequences so long, and no longer; None: for any."""
         samples, _, self.kv_heads, head_dim = like.shape
-        self.pattern, self.tokens = pattern, tokens
-        self.branches = pattern.branches_for(self.kv_heads)
-        self.period = math.lcm(*pattern.segment_lengths)  # all segments begin together every so many tokens
+        self.pattern, self.full = pattern, tokens_until_full(pattern, self.kv_heads)
+        if tokens is None and self.full == FOREVER:
+            raise ValueError(f"a cache of {pattern} grows with the sequence: say for how many tokens")
+        self.tokens = self.full if tokens is None else min(tokens, self.full)
+        self.period = period_of(pattern, self.kv_heads)
+        self.tables = tables_of(pattern, self.kv_heads, self.tokens, like.device)
         with any_mode():
             self.like = like.new_empty(samples, 0, head_dim)
 
     @functools.cached_property
-    def caches(self) -> list[BranchCache]:
-        """All rows; there are none before the first is needed."""
-        alike: dict[tuple[int, tuple[int, ...]], list[Dilated]] = {}
-        for branch in self.branches:
-            rows = rows_of(branch, branch.length if self.tokens is None else self.tokens)
-            alike.setdefault((rows, branch.members), []).append(branch)
+    def rows(self) -> list[Tensor]:
+        """Of each table; there are none before the first is needed."""
+        samples, _, dim = self.like.shape
         with any_mode():
-            return [BranchCache(branches, rows, self.like) for (rows, _), branches in alike.items()]
+            return [self.like.new_zeros(2, samples, len(x.heads), x.borders[-1], dim) for x in self.tables]
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
-        if self.tokens is None or tokens <= self.tokens:
+        if min(tokens, self.full) <= self.tokens:
             return
-        room, old = max(tokens, 2 * self.tokens), {}
-        if "caches" in vars(self):
-            old = dict(self._rows())
-            del self.caches
-        self.tokens = None if room >= max(self.pattern.segment_lengths) else room
+        tables, old = self.tables, vars(self).pop("rows", None)
+        self.tokens = min(max(tokens, 2 * self.tokens), self.full)
+        self.tables = tables_of(self.pattern, self.kv_heads, self.tokens, self.like.device)
         with any_mode():
-            for branch, pair in self._rows() if old else ():
-                for x, before in zip(pair, old[branch], strict=True):
-                    x[:, : before.shape[1]] = before
-
-    def _rows(self, samples: slice = slice(None)) -> Iterator[tuple[Dilated, Pair]]:
-        """Each branch with its k and v, (B, rows, h, D)."""
-        for cache in self.caches:
-            k, v = cache.kv[:, samples]
-            for i, branch in enumerate(cache.branches):
-                yield branch, (k[:, i], v[:, i])
+            for new, table, x, before in zip(self.tables, tables, self.rows, old, strict=True) if old else ():
+                for at, begin, end in zip(new.borders, table.borders, table.borders[1:], strict=False):
+                    x[:, :, :, at : at + end - begin] = before[:, :, :, begin:end]
 
     @property
     def nbytes(self) -> int:
-        return sum(cache.kv.nbytes for cache in self.caches)
+        return sum(x.nbytes for x in self.rows)
 
     def select(self, samples: Tensor) -> None:
         """Go on with these samples, each as often as it is named."""
         with any_mode():
-            for cache in self.caches:
-                cache.kv = cache.kv.index_select(1, samples)
+            self.rows = [x.index_select(1, samples) for x in self.rows]
             self.like = self.like[samples]
 
     def is_on_device(self, heads: int, backend: Backend) -> bool:
-        """Whether the host has no part in a step, as a CUDA graph needs; some backends read positions there."""
-        for cache in self.caches:
-            k = cache.kv[0].flatten(0, 1)
-            q = k.new_empty(len(k), 1, k.shape[2] * heads // self.kv_heads, k.shape[3])
-            if not choose(Call(cache.dense, True, backend=backend).of(q, k, None, ON_DEVICE)).is_whole:
-                return False
-        return True
+        """Whether the host has no part in a step, as a CUDA graph needs."""
+        q = self.like.new_empty(1, 1, heads // self.kv_heads, self.like.shape[2])
+        return all(_takes_rows(q, x[0, :1, 0].unsqueeze(2), backend) for x in self.rows)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None, *, scale: float | None = None,
@@ -187,28 +123,27 @@ class KVCache:
                 self.keep_chunk(k[samples, :n], v[samples, :n], first, samples)
 
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
-        """Where the next token of each sample belongs, on each cache."""
-        return [cache.slot(at, count) for cache in self.caches]
+        """Where the next token of each sample belongs, and what it sees, by each table."""
+        return [table.slot(at, count) for table in self.tables]
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float | None, backend: Backend) -> Pair:
         """One token per sample, on the device: the host waits for nothing."""
-        heads, parts = q.shape[2], []
-        group = heads // self.kv_heads
-        for cache, slot in zip(self.caches, slots, strict=True):
-            first, last = cache.heads.start * group, cache.heads.stop * group
+        samples, _, heads, dim = q.shape
+        query, new = q.view(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
+        parts = []
+        for table, rows, (index, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
             with any_mode():
-                cache.put(k, v, slot)
-            out, lse = cache.seen(q[:, :, first:last], slot, scale, backend)
-            if last - first < heads:
-                sides = first, heads - last
-                out, lse = F.pad(out, (0, 0, *sides)), F.pad(lse, sides, value=-torch.inf)
-            parts.append((out, lse))
-        outs, lses = parts[0] if len(parts) == 1 else (torch.cat(x, 1) for x in zip(*parts, strict=True))
-        most = lses.amax(1, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)  # some head may see nothing at all
-        weights = (lses - most).exp()
-        total = weights.sum(1, keepdim=True)
-        weights /= total.clamp(min=1)
-        return (weights.unsqueeze(3) * outs).sum(1, keepdim=True).to(q.dtype), most + total.log()
+                place = slice(None), *index
+                rows[place] = torch.where(absent, rows[place], new[:, :, table.pick, None])
+            parts.append((table, *_seen(query[:, table.pick], rows, hidden, scale, backend)))
+        if len(parts) == 1 and len(self.tables[0].heads) == self.kv_heads:
+            _, out, lse = parts[0]
+        else:
+            out = torch.zeros_like(query)
+            lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+            for table, part, part_lse in parts:
+                out[:, table.pick], lse[:, table.pick] = part, part_lse
+        return out.view(q.shape), lse.view(samples, 1, heads)
 
     def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:
         """Samples that are computed together, with the position and number of their tokens."""
@@ -242,49 +177,58 @@ class KVCache:
         with no_autocast(q.device):
             work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
-            for branch, kept in self._rows(samples):
-                seen = at % branch.length
-                rows = (x[:, : rows_of(branch, seen)] for x in kept)
-                sources = Inputs(work.q, *(readable(x, call, work.limits) for x in rows))
-                blocks = [block for block in in_segment(branch, seen, q, call.q_per_kv) if block.keys.rows]
-                for block, part in work.each(blocks, sources):
+            for rows, some in blocks.away(call, 0, before):
+                kept = self._rows(rows, some[0].branch, samples)
+                sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
+                for block, part in work.each(some, sources):
                     merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *part)
         return finished(out, call, q.dtype), lse
 
+    def _rows(self, view: View, branch: int, samples: slice) -> Tensor:
+        """The kept rows of a view of all earlier tokens, (2, b, L, h, D)."""
+        parts, order = [], list[int]()
+        for table, x in zip(self.tables, self.rows, strict=True):
+            mine = [i for i in range(view.heads) if view.head + i * view.head_step in table.heads]
+            if mine:
+                place, slot = table.slots_of(view, branch, mine)
+                some = x[:, samples][:, view.sample : view.sample + view.samples, place, slot]
+                parts.append(some.permute(0, 1, 3, 4, 2, 5).flatten(1, 2))
+                order += mine
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 3)[:, :, :, torch.tensor(order).argsort()]
+
     def keep_chunk(self, k: Tensor, v: Tensor, at: int, samples: slice = slice(None)) -> None:
-        """Keep what later tokens see of these: of each branch, those of the segment that is then open."""
+        """Keep what later tokens see of these."""
         after = at + k.shape[1]
-        for branch, kept in self._rows(samples) if after % self.period else ():
-            seen = after % branch.length
-            new = min(seen, k.shape[1])  # if that is all that was seen, the segment before is written over
-            some = [x[:, x.shape[1] - new :] for x in (k, v)]
-            for block in in_segment(branch, seen - new, some[0], 1):
-                view, already, first = block.queries, block.keys.rows, block.keys.head
-                heads = slice(first, first + view.heads * view.head_step, view.head_step)
-                for rows, x in zip(kept, some, strict=True):
-                    rows[:, already : already + view.rows, heads] = view.of(x)
+        if after % self.period == 0:
+            return
+        for table, rows in zip(self.tables, self.rows, strict=True):
+            for x, given in zip(rows[:, samples], (k[:, :, table.pick], v[:, :, table.pick]), strict=True):
+                for heads, slots, tokens in table.written(at, after):
+                    x[:, heads, slots] = given[:, tokens, heads].transpose(1, 2)
 
 
-def in_segment(branch: Dilated, before: int, x: Tensor, q_per_kv: int) -> Iterator[Block]:
-    """The rows of x in a segment, after its first ``before`` tokens, as queries, with the rows before them as keys."""
-    stop = min(before + x.shape[1], branch.length)
-    placed: list[Placed] = []
-    counts = {}
-    for head in branch.members:
-        offset = branch.offset_of(head)
-        earlier, upto = (rows_at_offset(token, branch.rate, offset) for token in (before, stop))
-        if upto > earlier:
-            placed.append((head, offset + branch.rate * earlier - before))
-            counts[head] = earlier, upto - earlier
-    for run in head_runs(placed, counts.__getitem__, q_per_kv):
-        (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
-        heads, samples = (run.heads, head_step), x.shape[0]
-        queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)
-        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.members[0], *heads, 0)
-        starts = tuple(before + at + i * step for i in range(run.heads))
-        yield Block(0, branch.rate, branch.rate, queries, keys, None, None, starts, starts, 0)
+def _takes_rows(query: Tensor, rows: Tensor, backend: Backend) -> bool:
+    """Whether our kernel takes queries (b, 1, g, D) with rows (b, S, 1, D); an error if a named backend does not."""
+    return choose(Call(DENSE, backend=backend).of(query, rows, rows, rows.shape[1] - 1)).is_whole
 
 
-def rows_of(branch: Dilated, tokens: int) -> int:
-    """The rows that a head has of the first tokens of a segment, at most."""
-    return -(-min(tokens, branch.length) // branch.rate)
+def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float | None, backend: Backend) -> Pair:
+    """(out, lse) of one query of each sample, (B, h, g, D), over kept rows but those that are hidden from it."""
+    query, hidden = q.reshape(-1, 1, *q.shape[2:]), hidden.expand(*q.shape[:2], -1)
+    keys, values = (x.flatten(0, 1).unsqueeze(2) for x in kv)  # each head is a sample, with a mask of its own
+    if backend in ("triton", "sdpa") or (q.is_cuda and _takes_rows(query, keys, backend)):
+        inputs = Inputs(query, keys, values, hidden.flatten(0, 1))
+        out, lse = attend(inputs, Options(DENSE, scale=scale, enable_gqa=True, backend=backend), warns=False)
+        return out.view(q.shape), lse.view(q.shape[:3])
+    exact = accumulate_dtype(q.dtype)
+    with no_autocast(q.device):
+        keys, values = (x.to(q.dtype).to(exact) for x in kv)  # as autocast rounds them
+        scores = without_infinity(q).to(exact) @ keys.mT
+        scores.mul_(1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(lse.unsqueeze(3).clamp(min=torch.finfo(exact).min)).exp_()
+        out = weights @ values
+        if not seems_finite(out):  # 0 * NaN of a row that is hidden
+            out = weights @ values.masked_fill(hidden.unsqueeze(3), 0.0)
+    return out.to(q.dtype), lse

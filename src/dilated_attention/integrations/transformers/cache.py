@@ -1,7 +1,6 @@
 """DilatedCache: a cache of transformers whose layers keep only the rows that later tokens can see.
 
-A layer keeps the sum of w / r rows per key/value head, and the last chunk as it came: until the next one comes it can
-still be cropped.
+A layer keeps what `KVCache` keeps, and the last chunk as it came: until the next one comes it can still be cropped.
 
 Legend: keys, values (B, Hk, n, D), as transformers has them; q, k, v (B, n, H, D).
 """
@@ -16,8 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dilated_attention.integrations.transformers.config import patterns_of
 from dilated_attention.integrations.transformers.grid import Grid
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.streaming.kv_cache import KVCache, any_mode
+from dilated_attention.streaming.slots import Slot
 
 BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
 
@@ -43,9 +43,10 @@ class DilatedLayer(CacheLayerMixin):
     waiting: int  # tokens of `update` that were not yet attended
     is_padded: bool  # whether some of the tokens were padding
 
-    def __init__(self, pattern: DilatedPattern) -> None:
+    def __init__(self, pattern: Pattern, shared: dict[Any, Any]) -> None:
+        """``shared``: by the layers of a cache, what they need to know of a token."""
         super().__init__()
-        self.pattern = pattern
+        self.pattern, self.shared = pattern, shared
         self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -84,10 +85,21 @@ class DilatedLayer(CacheLayerMixin):
         if grid.padding is not None:
             self.is_padded, real = True, grid.padding.real
             count = real.sum(1)
-        out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
+        slots = self.slots(grid, at, count) if n == 1 else None
+        out, lse = self.kept.attend(q, k, v, at, count, scale=scale, slots=slots)
         with any_mode():
             self.last = Chunk(torch.stack((k, v)), real, at.clone(), is_kept=n == 1)
         return out, lse
+
+    def slots(self, grid: Grid, at: Tensor, count: Tensor | None) -> list[Slot]:
+        """Those of a token, made once for all layers that are alike: they have the grid in common."""
+        assert self.kept is not None
+        if self.shared.get("grid") is not grid:
+            self.shared.clear()
+            self.shared["grid"] = grid
+        if self.kept.tables not in self.shared:
+            self.shared[self.kept.tables] = self.kept.slots(at, count)
+        return self.shared[self.kept.tables]  # type: ignore[no-any-return]
 
     def check_samples(self, samples: int) -> None:
         """Raise if there are others than before: one would get the rows of another."""
@@ -171,7 +183,8 @@ class DilatedCache(Cache):
 
     def __init__(self, config: Any) -> None:
         config = config.get_text_config(decoder=True)
-        super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])  # type: ignore[arg-type]
+        shared: dict[Any, Any] = {}
+        super().__init__(layers=[DilatedLayer(pattern, shared) for pattern in patterns_of(config)])
 
     @property
     def nbytes(self) -> int:
