@@ -23,7 +23,7 @@ from typing import Any
 # the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
 
-# What a page may use: its own scripts and styles. It may load nothing.
+# a page may use its own scripts and styles, and load nothing
 POLICY = "default-src 'none'; script-src {}; style-src {}; img-src data:; base-uri 'none'; form-action 'none'"
 # What XML forbids in any form: control characters, and what stands in for names that are not UTF-8. At the first one,
 # vl-convert ends the whole process.
@@ -79,22 +79,22 @@ def page(
     Jinja2 escapes every value. The template finds ``data`` as JSON, and all scripts and styles, which the page's policy
     names by their hashes.
     """
-    jinja2, safe = library("jinja2"), library("markupsafe").Markup
-    styles = [(folder / "page.css").read_text("utf-8"), *styles]
-    scripts = [*scripts, (folder / "page.js").read_text("utf-8")]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    values |= {"styles": [*map(safe, styles)], "scripts": [*map(safe, scripts)], "data": safe(as_json(data))}
-    policy = safe(POLICY.format(_hashes(scripts), _hashes(styles)))
-    return str(environment.get_template("page.html").render(policy=policy, **values))
+    import jinja2  # comes with PyTorch, and brings markupsafe
+    from markupsafe import Markup as safe  # noqa: N813 - it marks what is
+
+    html, css, js = ((folder / f"page.{ending}").read_text("utf-8") for ending in ("html", "css", "js"))
+    own = {"styles": [css, *styles], "scripts": [*scripts, js]}
+    values |= {name: [*map(safe, texts)] for name, texts in own.items()}
+    policy = safe(POLICY.format(_hashes(own["scripts"]), _hashes(own["styles"])))
+    strict = jinja2.StrictUndefined
+    template = jinja2.Template(html, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
+    return str(template.render(policy=policy, data=safe(as_json(data)), **values))
 
 
 def _hashes(texts: Iterable[str]) -> str:
     """Scripts or styles as a policy names them."""
-    found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-    return " ".join(f"'sha256-{code}'" for code in found)
+    codes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{code}'" for code in codes)
 
 
 def as_json(data: object) -> str:

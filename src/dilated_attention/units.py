@@ -17,27 +17,26 @@ def number_text(number: float, digits: int = DIGITS) -> str:
     return f"{rounded:,.{decimals}f}"
 
 
-def count_text(count: int) -> str:
-    """A whole number, exactly."""
-    return f"{count:,}"
-
-
 def cell_text(value: object) -> str:
     """A cell of a table, whatever it holds."""
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
     if isinstance(value, float):
         return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
-    return count_text(value) if isinstance(value, int) else str(value)
+    return str(value)
 
 
 def bytes_text(count: float) -> str:
     """In B, KiB, MiB and so on: 1 KiB is 1024 B."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(len(units) - 1, max(0, math.floor(math.log2(abs(count)) / 10))) if count else 0
-    return f"{_plain(count / 1024**power)} {units[power]}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            return f"{_plain(count)} {unit}"
+        count /= 1024
+    return f"{_plain(count)} PiB"
 
 
 def seconds_text(seconds: float) -> str:
@@ -53,8 +52,7 @@ def measured_text(median: float, lower: float, upper: float) -> str:
     """A median with the digits that its quartiles support: 0.0872 between 0.045 and 0.100 is written 0.087."""
     if median == 0 or upper <= lower:
         return number_text(median)
-    supported = 1 + math.floor(math.log10(abs(median))) - math.floor(math.log10(upper - lower))
-    digits = min(DIGITS, max(2, supported))
+    digits = min(DIGITS, max(2, 1 + math.floor(math.log10(abs(median))) - math.floor(math.log10(upper - lower))))
     while digits < 9 and not lower <= float(number_text(median, digits).replace(",", "")) <= upper:
         digits += 1  # rounded so, it would leave its own quartiles
     return number_text(median, digits)
@@ -67,6 +65,6 @@ def _plain(number: float, digits: int = DIGITS) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Operations with a prefix: 1.2 TFLOP."""
-    power = min(8, int(math.log10(flops)) // 3) if flops >= 1 else 0
+    """Operations with a prefix: 1.20 TFLOP."""
+    power = min(8, int(math.log10(max(1, flops))) // 3)
     return f"{number_text(flops / 1000**power)} {' kMGTPEZY'[power].strip()}FLOP"

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from dilated_attention.bench import plots
-from dilated_attention.bench.page import page
-from dilated_attention.bench.report import COLUMNS, table, write_report
+from dilated_attention.bench.page import COLUMNS, csv_text, page, write_report
 from dilated_attention.charts import _hashes
 from tests.bench import sample
 
@@ -102,7 +101,7 @@ def test_without_what_draws_there_is_a_csv_and_one_line(tmp_path: Path, monkeypa
 
 
 def lines(results: Results) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(table(results["measurements"]))))
+    return list(csv.DictReader(io.StringIO(csv_text(results["measurements"]))))
 
 
 def test_every_measurement_is_a_line_with_its_figures() -> None:
@@ -127,7 +126,7 @@ def test_what_was_not_measured_has_no_figure_anywhere(status: str) -> None:
     results = copy()
     ms = {"median": SECRET, "lower": SECRET, "upper": SECRET, "repeats": 9}
     results["measurements"][0].update(peak_bytes=SECRET, status=status, ms=ms)
-    for told in (page(results), table(results["measurements"]), json.dumps(plots.pictures(results))):
+    for told in (page(results), csv_text(results["measurements"]), json.dumps(plots.pictures(results))):
         assert "987654" not in told
         assert "987,654" not in told
 

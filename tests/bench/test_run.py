@@ -75,7 +75,7 @@ def test_out_without_gradients_is_checked_too() -> None:
         return out if torch.is_grad_enabled() else out * 1.01
 
     for attention, right in ((oracle(pattern), True), (wrong_in_inference, False)):
-        subject = Subject(attention, oracle(pattern), pattern, setting.qkv(), setting.dout())
+        subject = Subject(attention, oracle(pattern), pattern, *setting.inputs())
         one = Implementation("one", "function", "longnet", lambda _, subject=subject: subject)
         assert bool(runners.prepare(one, setting, ["forward_backward"])[2]) != right
 

@@ -42,9 +42,6 @@ def over_heads(
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
-# --- copies: the rule head_groups -------------------------------------------------------------------------------
-
-
 def copy_and_gather(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
 ) -> Tensor:
@@ -96,9 +93,6 @@ def _taken(x: Tensor, rect: Rect) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _rows(rect: Rect, tokens: int, device: torch.device) -> Tensor:
     return _taken(torch.arange(tokens, device=device)[None], rect).flatten()
-
-
-# --- gather, pad, scatter: the rule torchscale ------------------------------------------------------------------
 
 
 def gather_pad_scatter(
@@ -170,9 +164,6 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | No
     else:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)
     return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-# --- the pattern as a mask: the rule head_groups ----------------------------------------------------------------
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:

@@ -50,9 +50,6 @@ def code_of(name: str) -> str:
     return f"torch.compile: {call}" if backend != rest else call
 
 
-# --- which to use -----------------------------------------------------------------------------------------------
-
-
 Figure = tuple[float, float, float]  # a value, and from where to where it may be
 
 
@@ -130,9 +127,6 @@ def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
     }
 
 
-# --- the answer -------------------------------------------------------------------------------------------------
-
-
 def answer(results: Record) -> str:
     """How fast the library is in training, and with which pattern; how many implementations are right."""
     if not results["checks"]:
@@ -191,8 +185,6 @@ def _right(checks: Sequence[Record]) -> str:
     only_outputs = any(set(check["errors"]) == {"out"} for check in checks)
     return f"{said} in their outputs." if only_outputs else f"{said}, gradients included."
 
-
-# --- claims of others -------------------------------------------------------------------------------------------
 
 HEADS = "attention over heads"
 SAME = ("DilatedAttention", "ImprovedDilatedAttention")

@@ -103,9 +103,6 @@ def _way(name: str, rule: str, function: Callable[..., Tensor], **more: Any) -> 
     return Implementation(name, "baseline", rule, partial(_function, function, rule), False, **more)
 
 
-# --- what cannot run where --------------------------------------------------------------------------------------
-
-
 def _half_on_cuda(setting: Setting) -> str | None:
     if setting.on_cuda and setting.dtype.itemsize != 2:
         return f"its kernel takes float16 and bfloat16 on CUDA, not {setting.dtype_name}"
@@ -130,11 +127,8 @@ def _cannot(how: str, setting: Setting) -> str | None:
     return "; ".join(triton.unsupported(call, False)) or None
 
 
-# --- one builder per kind ---------------------------------------------------------------------------------------
-
-
 def subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting) -> Subject:
-    return Subject(function, oracle(pattern, setting.causal), pattern, setting.qkv(), setting.dout())
+    return Subject(function, oracle(pattern, setting.causal), pattern, *setting.inputs())
 
 
 def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> Subject:
@@ -196,7 +190,8 @@ def _with_parameters(made: nn.Module, pattern: DilatedPattern, attention: Attent
             out = F.layer_norm(out, x.shape[-1:], of["norm.weight"], of["norm.bias"])
         return F.linear(out, of["out_proj.weight"], of["out_proj.bias"])
 
-    return Subject(attention, exact, pattern, (setting.qkv()[0].flatten(2),), setting.dout().flatten(2), parameters)
+    (query, *_), dout = setting.inputs()
+    return Subject(attention, exact, pattern, (query.flatten(2),), dout.flatten(2), parameters)
 
 
 def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -204,9 +199,6 @@ def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
         if weight in of:
             return F.linear(x, of[weight], of[bias]).chunk(3, dim=-1)
     return tuple(F.linear(x, of[f"{p}_proj.weight"], of[f"{p}_proj.bias"]) for p in "qkv")
-
-
-# --- in a rank --------------------------------------------------------------------------------------------------
 
 
 def _sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:

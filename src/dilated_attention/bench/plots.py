@@ -53,9 +53,6 @@ VALUES = (
 )
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------
-
-
 def points(measurements: Iterable[Record]) -> list[Record]:
     """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
     drawn = [one for one in map(measured, measurements) if one["ms"] or one["status"] == LOST]
@@ -111,9 +108,6 @@ def settings(drawn: Iterable[Record]) -> list[str]:
         tokens.setdefault(one["setting"], []).append(one["tokens"])
     start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
     return sorted(tokens, key=lambda name: name != start)
-
-
-# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def line_chart(data: Record, height: int, inside: str = "true") -> Record:
@@ -234,9 +228,6 @@ def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
     given = parameters(figure, sorted({one["tokens"] for one in drawn}))
     chart = {"params": given, "hconcat": panels, "title": wanted, "resolve": {"scale": {"y": "shared"}}}
     return styled(chart) if panels else None
-
-
-# --- files ------------------------------------------------------------------------------------------------------
 
 
 def styled(chart: Record) -> Record:

@@ -135,9 +135,6 @@ def escaped(text: str) -> str:
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-# --- records ----------------------------------------------------------------------------------------------------
-
-
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
@@ -177,6 +174,11 @@ def setting(one: Record) -> str:
     chosen = "suggested w and r" if one.get("suggested") else segments(one)
     shape = "B={samples} H={heads} D={head_dim}".format(**one)
     return f"{one['suite']}: {one['dtype']}{', causal' * one['causal']}, {shape}, {chosen}"
+
+
+def in_words(one: Record, unit: str = "") -> str:
+    """Its time, or why there is none."""
+    return f"{milliseconds(one['ms'])}{unit}" if one["ms"] else str(one["status"])
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

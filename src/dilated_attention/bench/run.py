@@ -27,9 +27,6 @@ LEAD = 8  # times that these are written before a long call: half a millisecond 
 LONG_MS = 2.0
 
 
-# --- right or wrong ---------------------------------------------------------------------------------------------
-
-
 class Check(NamedTuple):
     """How far an implementation is from the oracle, and how far it may be."""
 
@@ -46,10 +43,10 @@ class Check(NamedTuple):
     def worse(self, other: Check) -> Check:
         """Of two checks the larger errors for their limits, each with its limit."""
 
-        def worst(name: str) -> Check:
-            return max(self, other, key=lambda check: share_of_limit(check.errors[name], check.limits[name]))
+        def share(check: Check, name: str) -> float:
+            return share_of_limit(check.errors[name], check.limits[name]) if name in check.errors else -1.0
 
-        of = {name: worst(name) for name in self.errors}
+        of = {name: max(self, other, key=lambda check: share(check, name)) for name in self.errors}
         return Check({x: of[x].errors[x] for x in of}, {x: of[x].limits[x] for x in of})
 
 
@@ -94,9 +91,6 @@ def results(
 def oracle(pattern: DilatedPattern, is_causal: bool = False) -> Attention:
     """The reference as a function of q, k, v alone, in the dtype of its inputs."""
     return lambda q, k, v: reference.attention(q, k, v, pattern, is_causal=is_causal, dtype=None)[0]
-
-
-# --- fast or slow -----------------------------------------------------------------------------------------------
 
 
 class Timing(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, Measure, cpu_milliseconds, measure_of, results
-from dilated_attention.bench.setting import BOTH, Build, Implementation, Setting, Subject, forget_inputs
+from dilated_attention.bench.setting import BOTH, Build, Implementation, Setting, Subject, inputs
 from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import pool
 
@@ -67,9 +67,6 @@ def _over_ranks(one: Implementation, direction: str) -> list[float]:
     return [max(_everywhere(one.ranks, _once, one.name, direction))]
 
 
-# --- here, or in each rank --------------------------------------------------------------------------------------
-
-
 def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
     subject = build(setting)
     return gathered(results(subject.attention, subject.inputs, subject.dout, subject.parameters), subject)
@@ -83,7 +80,7 @@ def _hold(
     with torch.no_grad():
         out = gathered({"out": subject.attention(*subject.inputs)}, subject).get("out")
     if out is not None and not subject.parameters:  # with parameters, out is more than attention itself
-        qkv = [x.to(out.device) for x in setting.qkv()]
+        qkv = [x.to(out.device) for x in setting.inputs()[0]]
         worst, limit = probes.check_rows(out, qkv, subject.pattern, setting.causal)
         if worst > limit:
             wrong = f"rows at full length are off by {worst:.1e}, allowed {limit:.0e}"
@@ -106,7 +103,7 @@ def rank_milliseconds(call: Call) -> float:
 
 def _drop() -> None:
     _held.clear()
-    forget_inputs()
+    inputs.cache_clear()
     torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
 

@@ -22,7 +22,7 @@ from dilated_attention.bench import machine, probes, runners
 from dilated_attention.bench.conclude import conclusions
 from dilated_attention.bench.pace import log
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS, SCHEMA, Record, far_off, milliseconds
+from dilated_attention.bench.results import DIRECTIONS, SCHEMA, Record, far_off, in_words
 from dilated_attention.bench.run import Call, Check, Expected, Measure, Timing, interleave, time_calls
 from dilated_attention.bench.setting import BOTH, Implementation, Setting
 from dilated_attention.pattern import DilatedPattern
@@ -46,14 +46,9 @@ class Session:
     """The settings of a run and its results so far. It knows what was checked, and how fast things were."""
 
     def __init__(
-        self,
-        device: torch.device,
-        dtypes: Sequence[torch.dtype],
-        *,
-        watch: Callable[..., None] = log,
-        seconds: float | None = None,
-        commit: str | None = None,
-    ) -> None:
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, watch: Callable[..., None] = log,
+        seconds: float | None = None, commit: str | None = None,
+    ) -> None:  # fmt: skip
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
         self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
         self.options: dict[str, Any] = {"dtype": dtypes[0], "device": device}
@@ -99,8 +94,6 @@ class Session:
             keep()
         return self.results
 
-    # --- steps of tables ----------------------------------------------------------------------------------------
-
     def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Rows]) -> list[Step]:
         """For each of ``rows`` a step that adds its rows to the table, each as soon as it is known."""
         table: Record = {"suite": suite, "title": title, "note": note, "columns": [*columns], "rows": []}
@@ -134,8 +127,6 @@ class Session:
         """In GiB, with what was there before."""
         return (probes.peak_bytes(call, self.device) + before) / GIB
 
-    # --- the step that compares implementations -----------------------------------------------------------------
-
     def comparing(self, suite: str, which: Sequence[Implementation], setting: Setting) -> Step:
         return partial(self.compare, suite, which, setting)
 
@@ -146,11 +137,10 @@ class Session:
             self.watch(f"{setting.tokens:,} tokens: checking {one.name}", self.share)
             mine = {way: records[one.name, way] for way in DIRECTIONS}
             try:
-                found = self._prepare(one, setting, mine)
+                for way, measure in self._prepare(one, setting, mine).items():
+                    measures[one.name, way] = partial(_guarded, measure, mine[way])
             except ERRORS as error:
                 _fail(mine.values(), error)
-                continue
-            measures |= {(one.name, way): partial(_guarded, measure, mine[way]) for way, measure in found.items()}
         self.watch(f"{setting.tokens:,} tokens: timing", self.share)
         # from so long a call on once may be enough, as long calls vary little
         slow_ms = 100.0 if setting.on_cuda else 1000.0
@@ -160,8 +150,10 @@ class Session:
                 record |= {"status": "measured", "ms": timing._asdict()}
                 self._speed[_speed_key(record)] = timing.median / record["flops"]
         for one in which:
-            told = [f"{way.replace('_', ' + ')} {_told(records[one.name, way])}" for way in DIRECTIONS]
-            self.watch(f"{setting.tokens:,} tokens, {one.name}: {', '.join(told)}")
+            told = ", ".join(
+                f"{way.replace('_', ' + ')} {in_words(records[one.name, way], ' ms')}" for way in DIRECTIONS
+            )
+            self.watch(f"{setting.tokens:,} tokens, {one.name}: {told}")
         self.results["measurements"] += records.values()
         self._expected.clear()
         runners.release({one.ranks for one in which})
@@ -170,15 +162,13 @@ class Session:
         """Fill in what is known without a clock; what is left to be timed, by direction."""
         if (why_not := one.why_not(setting)) is not None:
             return _end(records.values(), "skipped", why_not)
-        check = self.check(one, setting)
+        check, most = self.check(one, setting), self.limit_ms
         for way, record in records.items():
-            expected = self._speed.get(_speed_key(record), 0.0) * record["flops"]
             wanted = () if way == BOTH else ("out",)
             if not check.right(*wanted):
                 _end([record], "wrong", ", ".join(far_off(check.errors, check.limits)))
-            elif expected > self.limit_ms:
-                why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {self.limit_ms / 1000:.0f} s allowed"
-                _end([record], "skipped", why)
+            elif (ms := self._speed.get(_speed_key(record), 0.0) * record["flops"]) > most:
+                _end([record], "skipped", f"{EXPECTED} {ms / 1000:.0f} s, more than the {most / 1000:.0f} s allowed")
         left = {way: record for way, record in records.items() if not record["status"]}
         if not left:
             return {}
@@ -219,11 +209,9 @@ class Session:
         if record["verdict"] in (FAR, FAILED):
             return
         if check is not None:
-            known = Check(record["errors"], record["limits"])
-            check = check.worse(known) if known.errors else check
-            verdict = verdict or check.verdict
-            record |= check._asdict()
-        record |= {"verdict": verdict, "why": why}
+            check = check.worse(Check(record["errors"], record["limits"]))
+            record |= {**check._asdict(), "verdict": check.verdict}
+        record |= {"verdict": verdict or record["verdict"], "why": why}
 
 
 def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Record:
@@ -235,10 +223,6 @@ def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Reco
         "suggested": not setting.lengths, "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
         "status": "", "why": "", "ms": None, "peak_bytes": None, "flops": setting.flops(one.rule, way),
     }  # fmt: skip
-
-
-def _told(record: Record) -> str:
-    return f"{milliseconds(record['ms'])} ms" if record["ms"] else str(record["status"])
 
 
 def _guarded(measure: Measure, record: Record) -> Sequence[float]:

@@ -58,16 +58,17 @@ class Setting:
         few = replace(self, samples=min(self.samples, 2))
         odd = replace(few, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
         lengths, rates = self.segments("head_groups")  # this rule has the fewest branches, which all rules can have
-        shorter = tuple(max(1, length // CHECK_CUT) for length in lengths)
-        tokens = max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS))
-        return [odd, replace(few, tokens=tokens, lengths=shorter, rates=rates)]
+        shorter, tokens = (
+            (max(1, length // CHECK_CUT) for length in lengths),
+            min(self.tokens // CHECK_CUT, CHECK_TOKENS),
+        )
+        return [odd, replace(few, tokens=max(1, tokens), lengths=tuple(shorter), rates=rates)]
 
     def segments(self, rule: str = "longnet") -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self.lengths:
             return self.lengths, self.rates
-        known = cast(Rule, "longnet" if rule == "dense" else rule)
-        pattern = DilatedPattern.suggest(self.tokens, self.heads, rule=known)
-        return pattern.segment_lengths, pattern.dilation_rates
+        found = DilatedPattern.suggest(self.tokens, self.heads, rule=cast(Rule, "longnet" if rule == "dense" else rule))
+        return found.segment_lengths, found.dilation_rates
 
     def pattern(self, rule: str) -> DilatedPattern:
         """Of a rule by name; "dense" is one segment of all tokens, for which the oracle is the dense oracle."""
@@ -80,27 +81,23 @@ class Setting:
         size, backward = (self.tokens, self.heads, self.head_dim), direction == BOTH
         return self.samples * self.pattern(rule).flops(*size, is_causal=self.causal, backward=backward)
 
-    def qkv(self) -> tuple[Tensor, ...]:
-        return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[:3]
-
-    def dout(self) -> Tensor:
-        return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[3]
+    def inputs(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Query, key and value, and the gradient of out."""
+        return inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)
 
     def __str__(self) -> str:
         lengths, rates = (",".join(map(str, numbers)) for numbers in self.segments())
-        shape = f"B={self.samples} N={self.tokens:,} H={self.heads} D={self.head_dim}"
-        return f"{shape} w={lengths} r={rates} {self.dtype_name}{', causal' * self.causal}"
+        shape = f"B={self.samples} N={self.tokens:,} H={self.heads} D={self.head_dim} w={lengths} r={rates}"
+        return f"{shape} {self.dtype_name}{', causal' * self.causal}"
 
 
 @functools.lru_cache(maxsize=2)
-def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def inputs(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """One set for all implementations, which only read it."""
     options: dict[str, Any] = {"dtype": dtype, "device": device}
-    return *make_qkv(*shape, **options), make_qkv(*shape, seed=1, **options)[0]
-
-
-def forget_inputs() -> None:
-    _inputs.cache_clear()
+    return make_qkv(*shape, **options), make_qkv(*shape, seed=1, **options)[0]
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def run(given: Namespace) -> int:
 def _show(kept: Kept, results: Record, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine, regress
-    from dilated_attention.bench.report import write_report
+    from dilated_attention.bench.page import write_report
     from dilated_attention.bench.suites import PREVIOUS
     from dilated_attention.cli.compare import summary
     from dilated_attention.cli.output import console, print_json, print_written

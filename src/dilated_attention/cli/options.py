@@ -103,8 +103,6 @@ def latency(text: str) -> float:
     return _read(text, MICROSECONDS, "([muµμ])?s", "a time with its unit, such as 10us or 0.2ms", 0) / 10**6
 
 
-# --- the options ------------------------------------------------------------------------------------------------
-
 Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
 
 
@@ -168,9 +166,6 @@ CALL = (
            "20GB (1000³) or 24GiB (1024³)."),
 )  # fmt: skip
 DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
-
-
-# --- what is checked before a command starts ---------------------------------------------------------------------
 
 
 class Refused(Exception):  # noqa: N818 - it says what happened

@@ -31,7 +31,7 @@ def run(given: Namespace) -> None:
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
     from dilated_attention.bench import machine
     from dilated_attention.bench.conclude import conclusions
-    from dilated_attention.bench.report import write_report
+    from dilated_attention.bench.page import write_report
     from dilated_attention.cli.output import console, print_written
 
     charts.library("vl_convert")

@@ -20,7 +20,7 @@ from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.counts import Tallies, count
 from dilated_attention.ring.shards import Shards
-from dilated_attention.units import bytes_text, count_text, flops_text, seconds_text
+from dilated_attention.units import bytes_text, flops_text, seconds_text
 
 # Seconds per hop and bytes per second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
@@ -29,7 +29,7 @@ MOST_HELD = 2
 MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would take minutes and gigabytes
 MOST_HEADS = 2**26  # of all ranks together, as well
 ROWS = (
-    ("hops", count_text, "hops"),
+    ("hops", "{:,}".format, "hops"),
     ("received", bytes_text, "bytes_received"),
     ("time to send", seconds_text, "seconds"),
     ("received by all ranks", bytes_text, "bytes_total"),

@@ -1,4 +1,6 @@
-"""The page of the report: one file that needs nothing else, works from a disk, and lets nothing in or out.
+"""The report: results.csv for spreadsheets, plots for a README, and index.html for people.
+
+The page is one file that needs nothing else, works from a disk, and lets nothing in or out.
 
 Tables are plain HTML, so they are there without JavaScript. Jinja2 escapes every text of the results. The plot is drawn
 by Vega, whose script is in the page; page.js gives it the points that the reader asks for. `cli.tables` prints some of
@@ -10,9 +12,11 @@ whatever follows a line break is small.
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,12 @@ from dilated_attention import charts
 from dilated_attention.bench import plots
 from dilated_attention.bench.conclude import code_of
 from dilated_attention.bench.results import (
+    DIRECTIONS,
+    MEASURED_BY,
     SPEC,
     Record,
+    in_words,
     measured,
-    milliseconds,
     segments,
     setting,
     share_of_limit,
@@ -45,7 +51,35 @@ QUESTIONS = {
 LABELS = {"dirty": "uncommitted changes", "cpu": "CPU", "load": "load at the start"}  # of what is said of a machine
 USES = ["use case", "<use", "<measured", "<equally fast", "<next best"]
 CLAIMS = {"claim": "claim", "claimed": "<claimed", "ours": "<measured here", "holds": "<holds", "how": "<how"}
+COLUMNS = (
+    *MEASURED_BY, "ours", "status", "why", "ms_median", "ms_lower", "ms_upper", "ms_repeats", "flops", "peak_bytes",
+)  # fmt: skip
+FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of show
 Row = Sequence[Any]
+
+
+def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
+    """Write the files, return them, and ``say`` what was left out: plots of what was not measured, and all but
+    results.csv where what draws them is not installed."""
+    charts.write(folder / "results.csv", csv_text(results["measurements"]).encode())
+    written = [folder / "results.csv"]
+    try:
+        charts.library("vl_convert", "the page needs")
+    except ModuleNotFoundError as error:
+        say(f"{error}, then run: dilated-attention report {folder}")
+        return written
+    for name, picture in plots.pictures(results).items():
+        if picture is None:
+            say(f"no plot of {name}: nothing of it was measured")
+        for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
+            file = folder / "plots" / f"{name}.{kind}"
+            if picture is None:
+                file.unlink(missing_ok=True)  # it would be of another run
+            else:
+                charts.write(file, drawn(picture))
+                written.append(file)
+    charts.write(folder / "index.html", page(results).encode())
+    return [*written, folder / "index.html"]
 
 
 def page(results: Record) -> str:
@@ -85,9 +119,6 @@ def _prose(value: object) -> Markup:
     """Text in which names stand between backticks."""
     text = re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(cell_text(value))))
     return Markup(re.sub(r"\n(.+)", r"<br><small>\1</small>", text))
-
-
-# --- what the tables hold ---------------------------------------------------------------------------------------
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Row], note: str | None = "") -> Record:
@@ -137,9 +168,8 @@ def _of_setting(title: str, measurements: Sequence[Record]) -> Record:
 
 def _cell(passes: dict[str, Record]) -> str:
     """Both passes; in words where neither was measured."""
-    nothing = {"status": "–", "ms": None, "peak_bytes": None}
-    both = [passes.get(name, nothing) for name in plots.DIRECTIONS]
-    times = [milliseconds(one["ms"]) if one["ms"] else one["status"] for one in both]
+    both = [passes.get(name, {"status": "–", "ms": None, "peak_bytes": None}) for name in DIRECTIONS]
+    times = [in_words(one) for one in both]
     sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
         return times[0]
@@ -180,3 +210,25 @@ def _environment(results: Record) -> Record:
         found["uncommitted changes"] = "not known"
     run = "complete" if results["complete"] else "interrupted"
     return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}
+
+
+def csv_text(measurements: Iterable[Record]) -> str:
+    """The measurements as CSV, one per line. There are figures only where the status is "measured"."""
+    written = io.StringIO()
+    rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    rows.writeheader()
+    for one in map(measured, measurements):
+        times = {f"ms_{name}": value for name, value in (one["ms"] or {}).items()}
+        rows.writerow({name: _csv_cell(value) for name, value in {**one, **times}.items()})
+    return written.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        value = value.replace("\r", "\\r")  # csv leaves it as it is, and a spreadsheet begins a line there
+        return f"'{value}" if value.lstrip().startswith(FORMULA) else value
+    return value

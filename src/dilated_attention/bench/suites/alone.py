@@ -25,7 +25,7 @@ from torch.utils.benchmark import timer
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed, synchronise
 from dilated_attention.bench.session import LONG, Row, Session, Step
-from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, forget_inputs
+from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, inputs
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
 from dilated_attention.streaming import stream
@@ -126,7 +126,7 @@ def streams(session: Session) -> list[Step]:
 @torch.no_grad()
 def of_stream(session: Session, causal: bool) -> Iterator[Row]:
     small = session.setting(1, heads=HEADS, causal=causal).checks()[0]
-    odd, qkv = small.pattern("longnet"), small.qkv()
+    odd, (qkv, _) = small.pattern("longnet"), small.inputs()
     chunks = zip(*(torch.split(x, 100, dim=1) for x in qkv), strict=True)
     if session.rows_are_right("stream", torch.cat([*stream(chunks, odd, is_causal=causal)], 1), qkv, odd, causal)[0]:
         yield measure_stream(session, causal)
@@ -187,14 +187,14 @@ def of_packed(session: Session, what: str, rule: str, setting: Setting, lengths:
     alike = bisect.bisect_left(range(sum(lengths)), sum(map(pairs, lengths)), key=pairs)
     for name, sizes in (("packed", lengths), ("one with as many pairs", [alike])):
         yield [what, name, sum(sizes), *measure_packed(session, replace(setting, tokens=sum(sizes)), rule, [*sizes])]
-        forget_inputs()
+        inputs.cache_clear()
 
 
 def measure_packed(session: Session, setting: Setting, rule: str, lengths: list[int]) -> list[Any]:
     """Rows of the shortest and of the longest sequence are checked."""
-    pattern, qkv, packing = setting.pattern(rule), setting.qkv(), [0, *itertools.accumulate(lengths)]
+    pattern, (qkv, dout), packing = setting.pattern(rule), setting.inputs(), [0, *itertools.accumulate(lengths)]
     attention = partial(dilated_attention, pattern=pattern, is_causal=setting.causal, cu_seqlens=packing)
-    subject = Subject(attention, attention, pattern, qkv, setting.dout())
+    subject = Subject(attention, attention, pattern, qkv, dout)
     calls = {way: subject.call(way) for way in (FORWARD, BOTH)}
     found = [
         session.rows_are_right(f"packed sequences, {rule}", out, alone, pattern, setting.causal)

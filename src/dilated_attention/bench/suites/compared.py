@@ -79,8 +79,6 @@ def _in_curve(one: Implementation, session: Session) -> bool:
     return session.on_cuda and one.ranks == 1 and not any(word in one.name for word in slow)
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------
-
 # A has many tokens, B a wide head, and C is so short that Python matters: tokens, segments, heads, head dim
 CASES: dict[str, tuple[int, Segments, int, int]] = {
     "A": (1 << 20, ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)), 12, 64),
@@ -116,8 +114,6 @@ def _fastest_first(run: Step) -> None:
     with sdpa_kernel(FASTEST, set_priority=True):
         run()
 
-
-# --- profile ----------------------------------------------------------------------------------------------------
 
 PROFILED_AT, BACKENDS_AT = 8192, (256, 1024, 4096, 16384)
 COPIES = ("copy", "clone", "contiguous", "index", "gather", "scatter", "cat", "pad", "memcpy")
