@@ -27,14 +27,14 @@ TOO_BUSY = 0.25  # of the cores, taken by others
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Everything a result must carry; ``commit`` is for trees that came without their .git."""
-    found = git_state()
+    cpu, (first, *words) = cpu_model(), sys.orig_argv[1:] or [""]
+    typed = ["python", os.path.relpath(first) if os.path.isabs(first) else first, *words]  # a script as seen from here
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command(),
-        "commit": commit or found["commit"],
-        "dirty": None if commit else found["dirty"],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
-        "cpu": cpu_model(),
+        "command": shlex.join(typed),
+        **({"commit": commit, "dirty": None} if commit else git_state()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
@@ -43,15 +43,9 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def command() -> str:
-    """What was typed; where an installed script lies is told from here."""
-    first, *words = sys.orig_argv[1:] or [""]
-    return shlex.join(["python", os.path.relpath(first) if os.path.isabs(first) else first, *words])
-
-
 def versions(device: torch.device) -> dict[str, str]:
-    found = {"dilated_attention": dilated_attention.__version__, "python": platform.python_version()}
-    found["torch"] = torch.__version__
+    ours, python = dilated_attention.__version__, platform.python_version()
+    found = {"dilated_attention": ours, "python": python, "torch": torch.__version__}
     if device.type == "cuda":
         found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         with contextlib.suppress(PackageNotFoundError):
@@ -86,7 +80,7 @@ def _output(*command: str) -> str | None:
 def one_line(machine: dict[str, Any]) -> str:
     dirty = " + changes" if machine["dirty"] else ""
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    where = f"{machine['device']}, {machine['threads']} threads, load {machine['load']}"
+    where = "{device}, {threads} threads, load {load}".format(**machine)
     return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
 
 

@@ -5,8 +5,9 @@ Colours are those for light paper. `dark_style` turns them where the reader pref
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import Any
 
 from dilated_attention import charts
@@ -79,16 +80,11 @@ def _times(ms: dict[str, float] | None) -> Record:
 
 def _colours(measurements: Iterable[Record]) -> dict[str, str]:
     """By series. In a family each takes the next shade, the telling ones first."""
-    found: dict[str, str] = {}
-    taken: Counter[str] = Counter()
+    families: dict[str, dict[str, None]] = {family: {} for family in SHADES}
     for one in sorted(measurements, key=lambda one: _place(one["implementation"])):
-        is_dense = one["rule"] == "dense" or one["implementation"].startswith("dense")
         rule = one["rule"] if one["rule"] in SHADES else "head_groups"
-        family, name = "dense" if is_dense else rule if one["ours"] else "others", with_ranks(one)
-        if name not in found:
-            found[name] = SHADES[family][taken[family] % len(SHADES[family])]
-            taken[family] += 1
-    return found
+        families[rule if one["ours"] or rule == "dense" else "others"][with_ranks(one)] = None
+    return {name: colour for family, names in families.items() for name, colour in zip(names, cycle(SHADES[family]))}
 
 
 def _place(name: str) -> int:
@@ -103,9 +99,9 @@ def first(drawn: Iterable[Record], wanted: str) -> list[str]:
 
 def settings(drawn: Iterable[Record]) -> list[str]:
     """Every setting, the one with the most lengths and then points first."""
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = defaultdict(list)
     for one in drawn:
-        tokens.setdefault(one["setting"], []).append(one["tokens"])
+        tokens[one["setting"]].append(one["tokens"])
     start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
     return sorted(tokens, key=lambda name: name != start)
 
@@ -214,10 +210,7 @@ def pictures(results: Record) -> dict[str, Record | None]:
     wanted = next(iter(settings(drawn)), "")
     shown = first(drawn, wanted)
     here = [one for one in drawn if one["setting"] == wanted and one["series"] in shown]
-    return {
-        "time": _panels(here, "time", wanted),
-        "memory": _panels([one for one in here if one["peak"]], "memory", wanted),
-    }
+    return {"time": _panels(here, "time", wanted), "memory": _panels([x for x in here if x["peak"]], "memory", wanted)}
 
 
 def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
@@ -256,7 +249,3 @@ def dark_style() -> str:
 def svg(specification: Record) -> bytes:
     drawn = charts.drawn(specification, ".svg")
     return drawn.replace(b"</svg>", f"<style>{dark_style()}</style></svg>".encode())
-
-
-def png(specification: Record) -> bytes:
-    return charts.drawn(specification, ".png", scale=1.5)

@@ -50,7 +50,6 @@ class Regression:
 
     @property
     def is_worse(self) -> bool:
-        """Whether anything became slower, wrong, or too large for the memory."""
         return any(x.is_worse for x in (*self.changes, *self.verdicts))
 
 
@@ -61,44 +60,36 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
     old, new = (_by_key(found["measurements"], MEASURED_BY) for found in (before, after))
     checked, again = (_by_key(found["checks"], WHAT) for found in (before, after))
     verdicts = [(one, again[key]) for key, one in checked.items() if key in again]
+    where = [{**{x: y.get(x) for x in (*MACHINE, "commit", "dirty")}, **y["versions"]}
+             for y in (before["machine"], after["machine"])]  # fmt: skip
+    origins = [(name, *(str(one.get(name, "none")) for one in where)) for name in {**where[0], **where[1]}]
     return Regression(
-        tuple(_origins(before["machine"], after["machine"])),
+        tuple((name, one, other) for name, one, other in origins if one != other),
         tuple(_change(one, new[key], threshold) for key, one in old.items() if key in new),
-        tuple(Change(*pair, _turned(*pair)) for pair in verdicts if pair[0]["verdict"] != pair[1]["verdict"]),
+        tuple(_turned(*pair) for pair in verdicts if pair[0]["verdict"] != pair[1]["verdict"]),
         tuple(one for key, one in old.items() if key not in new),
         tuple(one for key, one in new.items() if key not in old),
     )
-
-
-def _origins(before: Record, after: Record) -> Iterable[tuple[str, str, str]]:
-    told = [{**{x: one.get(x) for x in (*MACHINE, "commit", "dirty")}, **one["versions"]} for one in (before, after)]
-    pairs = [(name, *(str(one.get(name, "none")) for one in told)) for name in {**told[0], **told[1]}]
-    return [(name, old, new) for name, old, new in pairs if old != new]
 
 
 def _by_key(records: Iterable[Record], names: Iterable[str]) -> dict[str, Record]:
     return {str([record[name] for name in names]): record for record in records}
 
 
-def _turned(before: Record, after: Record) -> str:
-    if before["verdict"] == "exact":
-        return "became wrong"
-    return "is right" if after["verdict"] == "exact" else "is wrong"
-
-
-def _became(before: Record, after: Record) -> str:
-    if before["status"] == "wrong" and after["status"] == "measured":
-        return "right"
-    if before["ms"] is not None and str(after["why"]).startswith(EXPECTED):
-        return TOO_SLOW
-    return str(after["status"])
+def _turned(before: Record, after: Record) -> Change:
+    now = "is right" if after["verdict"] == "exact" else "is wrong"
+    return Change(before, after, "became wrong" if before["verdict"] == "exact" else now)
 
 
 def _change(before: Record, after: Record, threshold: float) -> Change:
     sizes, (old, new) = (before["peak_bytes"], after["peak_bytes"]), (before["ms"], after["ms"])
-    memory = sizes[1] / sizes[0] if all(sizes) else None
-    if before["status"] != after["status"]:
-        return Change(before, after, _became(before, after), memory=memory)
+    memory, verdict = sizes[1] / sizes[0] if all(sizes) else None, str(after["status"])
+    if before["status"] != verdict:
+        if (before["status"], verdict) == ("wrong", "measured"):
+            verdict = "right"
+        elif old is not None and str(after["why"]).startswith(EXPECTED):
+            verdict = TOO_SLOW
+        return Change(before, after, verdict, memory=memory)
     if not (old and new):
         return Change(before, after, "unclear" if old or new else "same", memory=memory)
     ratio, low, high = new["median"] / old["median"], new["lower"] / old["upper"], new["upper"] / old["lower"]

@@ -6,7 +6,6 @@ Legend: results are out and gradients of the whole sequence, by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +40,13 @@ def prepare(
     threads = max(1, torch.get_num_threads() // one.ranks)
     found = _everywhere(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
     peaks = {way: max(peaks[way] for _, peaks in found) for way in directions}
-    if one.ranks > 1:
-        return {way: partial(_over_ranks, one, way) for way in directions}, peaks, found[0][0]
-    return {way: measure_of(_held[one.name, way], setting.device) for way in directions}, peaks, found[0][0]
+
+    def measure(way: str) -> Measure:
+        if one.ranks == 1:
+            return measure_of(_held[one.name, way], setting.device)
+        return lambda: [max(_everywhere(one.ranks, _once, one.name, way))]  # a call is over when its last rank is
+
+    return {way: measure(way) for way in directions}, peaks, found[0][0]
 
 
 def release(ranks: Iterable[int]) -> None:
@@ -60,11 +63,6 @@ def _everywhere(ranks: int, function: Any, *args: Any) -> list[Any]:
 
 def ran_out(error: Exception) -> bool:
     return any(sign in str(error) for sign in SIGNS)
-
-
-def _over_ranks(one: Implementation, direction: str) -> list[float]:
-    """A call is over when its last rank is."""
-    return [max(_everywhere(one.ranks, _once, one.name, direction))]
 
 
 def _results(build: Build, setting: Setting) -> dict[str, Tensor]:

@@ -59,8 +59,7 @@ Row = Sequence[Any]
 
 
 def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
-    """Write the files, return them, and ``say`` what was left out: plots of what was not measured, and all but
-    results.csv where what draws them is not installed."""
+    """Write the files, return them, and ``say`` what was left out."""
     charts.write(folder / "results.csv", csv_text(results["measurements"]).encode())
     written = [folder / "results.csv"]
     try:
@@ -69,15 +68,15 @@ def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = 
         say(f"{error}, then run: dilated-attention report {folder}")
         return written
     for name, picture in plots.pictures(results).items():
+        files = [folder / "plots" / f"{name}.{kind}" for kind in ("svg", "png")]
         if picture is None:
             say(f"no plot of {name}: nothing of it was measured")
-        for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
-            file = folder / "plots" / f"{name}.{kind}"
-            if picture is None:
+            for file in files:
                 file.unlink(missing_ok=True)  # it would be of another run
-            else:
-                charts.write(file, drawn(picture))
-                written.append(file)
+        else:
+            charts.write(files[0], plots.svg(picture))
+            charts.write(files[1], charts.drawn(picture, ".png", scale=1.5))
+            written += files
     charts.write(folder / "index.html", page(results).encode())
     return [*written, folder / "index.html"]
 
@@ -87,32 +86,18 @@ def page(results: Record) -> str:
     settings: dict[str, list[str]] = defaultdict(list)
     for name in plots.settings(points):
         settings[name.partition(": ")[0]].append(name)
+    first = {name: plots.first(points, name) for names in settings.values() for name in names}
     told = {
-        "specification": plots.interactive("points"),
-        "points": points,
-        "figures": plots.FIGURES,
+        "specification": plots.interactive("points"), "points": points, "first": first, "figures": plots.FIGURES,
         "directions": plots.DIRECTIONS,
-        "first": {name: plots.first(points, name) for names in settings.values() for name in names},
-    }
+    }  # fmt: skip
     claims = [[one[name] for name in CLAIMS] for one in results["claims"] if one["holds"] != "not measured"]
     return charts.page(
-        Path(__file__).parent,
-        told,
-        scripts=[charts.scripts()],
-        styles=[plots.dark_style()],
-        text=cell_text,
-        prose=_prose,
-        results=results,
-        machine=results["machine"],
-        directions=plots.DIRECTIONS,
-        settings=settings,
-        questions=QUESTIONS,
-        recommendations=recommendations(results),
-        suites=suites(results),
-        checks=checks(results),
-        claims=_table("Claims", [*CLAIMS.values()], claims),
-        environment=_environment(results),
-    )
+        Path(__file__).parent, told, scripts=[charts.scripts()], styles=[plots.dark_style()], text=cell_text,
+        prose=_prose, results=results, machine=results["machine"], directions=plots.DIRECTIONS, settings=settings,
+        questions=QUESTIONS, recommendations=recommendations(results), suites=suites(results), checks=checks(results),
+        claims=_table("Claims", [*CLAIMS.values()], claims), environment=_environment(results),
+    )  # fmt: skip
 
 
 def _prose(value: object) -> Markup:
@@ -136,14 +121,13 @@ def recommendations(results: Record) -> Record:
 def suites(results: Record) -> list[Record]:
     """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
     tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
-    settings: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    settings: dict[str, list[Record]] = defaultdict(list)
     for one in sorted(map(measured, results["measurements"]), key=lambda one: int(one["tokens"])):
-        settings[one["suite"], setting(one).partition(": ")[2]].append(one)
-    for (suite, title), mine in settings.items():
-        tables.setdefault(suite, []).append(_of_setting(title, mine))
+        settings[setting(one)].append(one)
+    for title, mine in settings.items():
+        tables.setdefault(mine[0]["suite"], []).append(_of_setting(title.partition(": ")[2], mine))
     for one in results["tables"]:
-        cells = zip(*one["rows"], strict=True)
-        is_number = [any(isinstance(cell, int | float) for cell in column) for column in cells]
+        is_number = [any(isinstance(row[at], int | float) for row in one["rows"]) for at in range(len(one["columns"]))]
         names = [name if number else f"<{name}" for name, number in zip(one["columns"], is_number, strict=True)]
         tables.setdefault(one["suite"], []).append({**one, "columns": names})
     return [{"question": QUESTIONS.get(name, name), "suite": name, "tables": x} for name, x in tables.items() if x]
@@ -191,15 +175,13 @@ def checks(results: Record) -> dict[str, Record]:
 
 
 def _worst(checks: Iterable[Record]) -> str:
-    errors = [
-        (float(error), float(check["limits"][part]), part.replace("d ", "gradient of ", 1), check)
-        for check in checks
-        for part, error in check["errors"].items()
-    ]
-    if not errors:
-        return ""
-    error, limit, part, check = max(errors, key=lambda one: share_of_limit(*one[:2]))
-    return f"{part}: {error:.1e} with a limit of {limit:.1e}, {check['dtype']}{', causal' * check['causal']}"
+    told = {"": -1.0}
+    for check in checks:
+        for name, value in check["errors"].items():
+            error, limit, part = float(value), float(check["limits"][name]), name.replace("d ", "gradient of ", 1)
+            where = f"{check['dtype']}{', causal' * check['causal']}"
+            told[f"{part}: {error:.1e} with a limit of {limit:.1e}, {where}"] = share_of_limit(error, limit)
+    return max(told, key=lambda text: told[text])
 
 
 def _environment(results: Record) -> Record:
