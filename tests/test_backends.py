@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, eager, sdpa
-from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.backends.problem import Limits, Problem
 from dilated_attention.call import Call
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
@@ -21,8 +21,8 @@ def test_tiles_stay_small(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That they change nothing is tested with dropout."""
     monkeypatch.setattr(eager, "TILE_ELEMENTS", {"cpu": size})
     q = torch.zeros(5, 11, 2, 1)
-    for samples, rows, _ in eager._tiles(q, q[:, :, :1], Masking(1.0)):
-        assert q[samples, rows].numel() * 11 <= max(size, 2 * 11)
+    for rows, *_ in eager._tiles(Problem(q, q[:, :, :1], q[:, :, :1], 1.0), torch.float32):
+        assert q[rows].numel() * 11 <= max(size, 2 * 11)
 
 
 def test_what_kernels_do_not_take_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 from dilated_attention.backends import aten, sdpa
+from dilated_attention.backends.problem import Outputs, Problem
 from dilated_attention.pattern import RULES
 from tests.cases import Case, finite, leaves
 from tests.drawn import drawn, few
@@ -84,8 +85,9 @@ def test_a_large_gradient_of_lse_keeps_its_digits_in_half_precision() -> None:
     out, lse = reference.attention(q, k, v, pattern)
     dlse = torch.randn_like(lse).sign() * 1e5
     wanted = testing.oracle((q, k, v), pattern, none, dlse)
-    half = (x.half() for x in (none, q, k, v, out))
-    grads = sdpa.backward((aten.FLASH_ON_CPU,), *half, lse.float(), dlse.float(), sdpa.Masking(0.5))
+    *qkv, out, none = (x.half() for x in (q, k, v, out, none))
+    results = Outputs(out, lse.float(), none, dlse.float())
+    grads = sdpa.backward((aten.FLASH_ON_CPU,), Problem(*qkv, 0.5), results)
     for got, exact in zip(grads[:2], (wanted.dq, wanted.dk), strict=True):
         assert (got.double() - exact).abs().max() < 5e-3 * exact.abs().max()
 

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, autograd, dilated_attention, explain, reference, testing
 from dilated_attention.backends import sdpa
-from dilated_attention.call import Call, checked_cu_seqlens, unpacked
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.pattern import RULES
 from tests.cases import Recorder, finite, leaves
 
@@ -435,7 +436,8 @@ def test_opcheck(number: int, name: str) -> None:
         torch.tensor([0, 7, 9, 21]) if name == "packed" else None,
     ]
     qkv, packed = leaves(q[:, :3] if name.startswith("few") else q, k, v), call.packed()
-    assert unpacked(*packed) == call, "a call is read as it was written"
+    given = call.of(*qkv[:2], others[0], call.start)
+    assert autograd._read(Inputs(*qkv, *others[:3]), packed) == given, "a call is read as it was written"
     torch.library.opcheck(OPS.forward.default, (*qkv, others, *packed))
     out, lse = (x.detach() for x in OPS.forward(*qkv, others, *packed))
     sent = out if number % 3 < 2 else None, lse if number % 3 != 1 else None

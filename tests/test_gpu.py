@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import aten, eager, sdpa
-from dilated_attention.backends.problem import Masking
+from dilated_attention.backends.problem import Outputs, Problem
 from dilated_attention.backends.triton import table
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.dropout import Dropout, row_words
@@ -117,9 +117,9 @@ def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
     """torch caches cuDNN's plans by the strides of q, k, v alone: out and dout of other strides were misread."""
     kernel = {"cudnn": aten.CUDNN, "flash": aten.FLASH, "efficient": aten.EFFICIENT}[name]
     q, k, v = make_qkv(2, 40, 4, 32, dtype=BF16)
-    out, lse = eager.forward((), q, k, v, Masking(0.2))
+    out, lse = eager.forward((), Problem(q, k, v, 0.2))
     dout, dlse = gradients(q)
-    want = eager.backward((), dout, q, k, v, out, lse, dlse, Masking(0.2))
+    want = eager.backward((), Problem(q, k, v, 0.2), Outputs(out, lse, dout, dlse))
 
     def spread(x: Tensor, step: int) -> Tensor:
         wide = torch.full((2, 40 * step, 4, 32), torch.nan, dtype=BF16, device=DEVICE)
@@ -127,8 +127,8 @@ def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
         return wide[:, ::step]
 
     for step in (1, 3, 2, 1):
-        both = (spread(dout, step), spread(out, step))
-        got = sdpa.backward((kernel,), both[0], q, k, v, both[1], lse, dlse, Masking(0.2))
+        results = Outputs(spread(out, step), lse, spread(dout, step), dlse)
+        got = sdpa.backward((kernel,), Problem(q, k, v, 0.2), results)
         for found, expected in zip(got, want, strict=True):
             assert testing.error(found, expected) < 0.03
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.backends import aten, eager, sdpa
-from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.backends.problem import Limits, Outputs, Problem
 from dilated_attention.backends.tensors import span
 from dilated_attention.call import Call
 from dilated_attention.pattern import Rule
@@ -26,7 +26,9 @@ def spied(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> dict[
     seen: dict[str, list[list[Tensor]]] = {"forward": [], "backward": []}
 
     def recorded(name: str, function: Any, *given: Any) -> Any:
-        seen[name].append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
+        _, problem, *results = given
+        tensors = [problem.q, problem.k, problem.v, *(x for some in results for x in (some.out, some.dout))]
+        seen[name].append(tensors)
         return function(*given)
 
     with monkeypatch.context() as patch:
@@ -98,14 +100,16 @@ def test_keys_that_fill_half_a_tile_of_cudnn_are_two_calls(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *rest: Any, **_: Any
     ) -> Any:
         asked.append(k.shape[2])
-        x = (t.transpose(1, 2) for t in (dout, q, k, v, out, stats.squeeze(-1)))
-        return tuple(grad.transpose(1, 2) for grad in eager.backward((), *x, None, Masking(0.3, rest[-1])))
+        *qkv, out, lse, dout = (t.transpose(1, 2) for t in (q, k, v, out, stats.squeeze(-1), dout))
+        grads = eager.backward((), Problem(*qkv, 0.3, rest[-1]), Outputs(out, lse, dout))
+        return tuple(grad.transpose(1, 2) for grad in grads)
 
     monkeypatch.setattr(aten, "ops", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward))
     q, k, v = testing.make_qkv(2, keys, 4, 8, kv_heads=2, dtype=torch.float64)
-    out, lse = eager.forward((), q, k, v, Masking(0.3, causal))
-    dout = torch.randn_like(out)
-    got = sdpa.backward((aten.CUDNN,), dout, q, k, v, out, lse, None, Masking(0.3, causal))
+    problem = Problem(q, k, v, 0.3, causal)
+    out, lse = eager.forward((), problem)
+    results = Outputs(out, lse, torch.randn_like(out))
+    got = sdpa.backward((aten.CUDNN,), problem, results)
     assert asked == calls
-    for x, expected in zip(got, eager.backward((), dout, q, k, v, out, lse, None, Masking(0.3, causal)), strict=True):
+    for x, expected in zip(got, eager.backward((), problem, results), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)

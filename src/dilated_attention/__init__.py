@@ -7,32 +7,11 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
-    "Blocks",
-    "CommunicationError",
-    "ContextParallel",
-    "Dense",
-    "Dilated",
-    "DilatedAttention",
-    "DilatedAttentionWarning",
-    "DilatedPattern",
-    "Explanation",
-    "Global",
-    "MultiheadDilatedAttention",
-    "Pattern",
-    "Prefix",
-    "RingDilatedAttention",
-    "RingMultiheadDilatedAttention",
-    "Strided",
-    "Window",
-    "dilated_attention",
-    "explain",
-    "gather_sequence",
-    "local_positions",
-    "plan_cost",
-    "sequence_mean",
-    "shard_sequence",
-    "stream",
-]
+    "Blocks", "CommunicationError", "ContextParallel", "Dense", "Dilated", "DilatedAttention",
+    "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
+    "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "dilated_attention",
+    "explain", "gather_sequence", "local_positions", "plan_cost", "sequence_mean", "shard_sequence", "stream",
+]  # fmt: skip
 # of dilated_attention.compat: they can be imported from here, and are not shown
 _OLD = (
     "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",

@@ -20,8 +20,8 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
-from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, Settings, accumulate_dtype, checked_cu_seqlens, settings, unpacked
+from dilated_attention.backends.problem import Gradients, Inputs, Pair
+from dilated_attention.call import Call, accumulate_dtype, checked_cu_seqlens, settings, unpacked
 
 INPUTS, SEED, CU_SEQLENS = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("cu_seqlens")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
@@ -40,7 +40,7 @@ NO_FORWARD_MODE = (
 )
 
 
-def attend(inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, call: Call) -> Pair:
     """(out, lse), differentiable. Where a compiler looks on, the call may be without what its tensors tell."""
     q, k, v = inputs[:3]
     if is_plain(q, k, v):
@@ -65,7 +65,7 @@ class Direct:
 
     call: Call
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs) -> Pair:
         is_mapped = inputs.q.shape[0] != self.call.samples  # by vmap, which gives more samples
         return run.forward(self.call.now(inputs.q) if is_mapped else self.call, inputs)
 
@@ -78,9 +78,9 @@ class Registered:
     """The way to the registered ops, for tensors that something looks at."""
 
     keyset: Any
-    packed: tuple[Any, ...]  # as of `Call.packed`
+    packed: Sequence[Any]  # as of `Call.packed`
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs) -> Pair:
         op = torch.ops.dilated_attention.forward.default
         return _below_autograd(op, self.keyset, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
 
@@ -93,7 +93,7 @@ class Attention(torch.autograd.Function):
     """The node: keeps q, k, v, out and lse, and no more."""
 
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+    def forward(*given: Any) -> Pair:
         out, lse = given[INPUTS].forward(Inputs(*given[:INPUTS]))
         return out, lse
 
@@ -240,7 +240,7 @@ _library.define(
 )
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> Pair:
     """``others``: padding, seed, positions and cu_seqlens, or nothing."""
     inputs = Inputs(query, key, value, *others)
     return run.forward(_read(inputs, packed), inputs)
@@ -256,21 +256,9 @@ def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     """The call of an op, from what it was given."""
     q, k, cu_seqlens = inputs.q, inputs.k, inputs.cu_seqlens
     numbers, *others = packed
-    made = _made(
-        tuple(numbers), *others, q.shape, k.shape, q.dtype, q.device, inputs.padding is not None,
-        settings(q.dtype, q.device),
-    )  # fmt: skip
-    return made if cu_seqlens is None else made._replace(cu_seqlens=checked_cu_seqlens(cu_seqlens, k.shape[1]))
-
-
-@functools.lru_cache(maxsize=1024)
-def _made(
-    numbers: tuple[int, ...], scale: float, dropout_p: float, text: str, query: tuple[int, ...], key: tuple[int, ...],
-    dtype: torch.dtype, device: torch.device, has_padding: bool, _: Settings,
-) -> Call:  # fmt: skip
-    """Made once for equal arguments: making it takes as long as the rest of a short compiled step."""
-    call = unpacked(numbers, scale, dropout_p, text)
-    return call.with_shapes(query, key, dtype, device, has_padding, call.start)
+    tensors = q.shape, k.shape, q.dtype, q.device, inputs.padding is not None, numbers[0]
+    call = unpacked(tuple(numbers), *others, tensors, settings(q.dtype, q.device))
+    return call if cu_seqlens is None else call._replace(cu_seqlens=checked_cu_seqlens(cu_seqlens, k.shape[1]))
 
 
 def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
@@ -278,29 +266,24 @@ def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)
 
 
-def _autograd_forward(
-    keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
-) -> tuple[Tensor, Tensor]:
+def _autograd_forward(keyset: Any, *given: Any) -> Pair:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
     if torch._C._are_functorch_transforms_active():
         _refuse_transforms()
-    way, inputs = Registered(keyset, packed), Inputs(query, key, value, *others)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    q, k, v, others, *packed = given
+    way, inputs = Registered(keyset, packed), Inputs(q, k, v, *others)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply_plain(*inputs, way)  # type: ignore[no-any-return]
-    if is_plain(query, key, value):
-        return _forward(query, key, value, others, *packed)
-    return way.forward(inputs)
+    return _forward(*given) if is_plain(q, k, v) else way.forward(inputs)
 
 
-def _autograd_backward(
-    keyset: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any
-) -> Gradients:
+def _autograd_backward(keyset: Any, *given: Any) -> Gradients:
     """The same for the backward pass; whoever differentiates it gets an error."""
+    dout, dlse, saved, *_ = given
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved))
     if is_plain(dout, dlse, *saved[:3]) and not wanted:
-        return _backward(dout, dlse, saved, *packed)
-    op = torch.ops.dilated_attention.backward.default
-    grads: Gradients = _below_autograd(op, keyset, dout, dlse, saved, *packed)
+        return _backward(*given)
+    grads: Gradients = _below_autograd(torch.ops.dilated_attention.backward.default, keyset, *given)
     if wanted:
         return Refusing.apply(NOT_TWICE, len(grads), *grads, dout, dlse, *saved)  # type: ignore[no-any-return, no-untyped-call]
     return grads
@@ -317,7 +300,7 @@ _library.impl("backward", _autograd_backward, "Autograd", with_keyset=True)
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 
 
-def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(query: Tensor, *_: Any) -> Pair:
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -187,20 +187,20 @@ def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: 
     return different if len(different) > 2 or (tokens is None and len(different) > 1) else ()
 
 
-def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> Call:
-    """The call that `Call.packed` wrote."""
-    pattern, is_causal, backend = _read(text)
-    start, first_head, total_heads, memory_cap_id = numbers
-    return Call(
-        pattern, is_causal, scale, dropout_p, backend, start=start, first_head=first_head, total_heads=total_heads,
-        memory_cap_id=memory_cap_id,
-    )  # fmt: skip
+@functools.lru_cache(maxsize=1024)
+def unpacked(
+    numbers: Sequence[int], scale: float, dropout_p: float, text: str, tensors: tuple[Any, ...], now: Settings
+) -> Call:
+    """The call that `Call.packed` wrote, of ``tensors`` as `Call.with_shapes` takes them.
 
-
-@functools.lru_cache(maxsize=256)
-def _read(text: str) -> tuple[Pattern, bool, str]:
+    Made once for equal arguments: making it takes as long as the rest of a short compiled step.
+    """
     pattern, is_causal, backend = text.rsplit(" ", 2)
-    return read_pattern(pattern), is_causal == "causal", backend
+    _, first_head, total_heads, memory_cap_id = numbers
+    return Call(
+        read_pattern(pattern), is_causal == "causal", scale, dropout_p, backend, first_head=first_head,
+        total_heads=total_heads, memory_cap_id=memory_cap_id,
+    ).with_shapes(*tensors)  # fmt: skip
 
 
 def settings(dtype: torch.dtype, device: torch.device) -> Settings:

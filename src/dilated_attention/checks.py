@@ -41,24 +41,29 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: object, if_nested: str = "") -> None:
+    """Raise unless it is a tensor with the layout of all others. ``if_nested``: what to do with a nested one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested and if_nested:
+        raise ValueError(f"{name} is a nested tensor: {if_nested}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {value.layout}: pass {name}.to_dense()")
 
 
 def checked_probability(p: float, name: str = "dropout_p") -> float:
-    if not _is_number(p) or not 0.0 <= p <= 1.0:  # false for NaN too
+    if not is_number(p) or not 0.0 <= p <= 1.0:  # false for NaN too
         raise ValueError(f"{name} must be a number in [0, 1], got {p!r}")
     return float(p)
 
 
 def checked_scale(scale: float, name: str = "scale") -> float:
-    if not _is_number(scale) or not 0.0 <= scale <= sys.float_info.max:
+    if not is_number(scale) or not 0.0 <= scale <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
     return float(scale)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     # a float is asked for first, as looking for an abstract class takes longer than all else here
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 

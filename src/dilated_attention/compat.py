@@ -40,15 +40,9 @@ class ImprovedDilatedAttention(DilatedAttention):
     shown = (*DilatedAttention.shown, "use_tf32")
 
     def __init__(
-        self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        dropout: float = 0.0,
-        use_tf32: bool | None = None,
-        *,
-        softmax_scale: float | None = None,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, dropout: float = 0.0,
+        use_tf32: bool | None = None, *, softmax_scale: float | None = None, **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
         self.use_tf32 = use_tf32
         if use_tf32 is not None:
@@ -115,15 +109,10 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
     """
 
     def __init__(
-        self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        dropout: float = 0.0,
-        ring_size: int | None = None,
-        use_checkpointing: bool | None = None,
-        max_workspace_bytes: int | None = None,
+        self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, dropout: float = 0.0,
+        ring_size: int | None = None, use_checkpointing: bool | None = None, max_workspace_bytes: int | None = None,
         **options: Unpack[RingOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, **options)
         if max_workspace_bytes is not None:
             max_workspace_bytes = check_int("max_workspace_bytes", max_workspace_bytes)

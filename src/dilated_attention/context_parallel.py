@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dilated_attention.checks import check_flag, check_int
+from dilated_attention.checks import check_flag, check_int, is_number
 from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
 
@@ -74,10 +73,9 @@ class ContextParallel:
         if not isinstance(self.use_checkpointing, bool | None):
             raise TypeError(f"use_checkpointing must be True, False or None, got {self.use_checkpointing!r}")
         check_flag("debug", self.debug)
-        is_number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
-        if not is_number or not 0 < self.timeout <= LONGEST_TIMEOUT:
-            allowed_seconds = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
-            raise ValueError(f"timeout must be {allowed_seconds}, got {self.timeout!r}")
+        if not is_number(self.timeout) or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            seconds = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
+            raise ValueError(f"timeout must be {seconds}, got {self.timeout!r}")
         if self.total_length is not None:
             object.__setattr__(self, "total_length", check_int("total_length", self.total_length))
 

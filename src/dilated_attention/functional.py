@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention import autograd
 from dilated_attention.backends.choose import Backend
-from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import Pattern
@@ -52,28 +52,16 @@ def dilated_attention(
 def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, return_lse: Literal[True],
     **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> Pair: ...  # fmt: skip
 
 
 def dilated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    enable_gqa: bool = False,
-    backend: Backend = "auto",
-    return_lse: bool = False,
-    group: Group | ContextParallel | None = None,
-    heads: tuple[int, int] | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None, enable_gqa: bool = False, backend: Backend = "auto",
+    return_lse: bool = False, group: Group | ContextParallel | None = None, heads: tuple[int, int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes self-attention in which each head sees the tokens that ``pattern`` gives it.
 
     A branch is one (segment length, dilation rate) pair of the pattern. A head takes one softmax over the keys of all
@@ -137,7 +125,7 @@ def dilated_attention(
     return (out, lse) if return_lse else out
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Pair:
     """The same with one more key for each head, of this score and without a value."""
     if not isinstance(sinks, Tensor) or sinks.shape != lse.shape[2:] or not sinks.is_floating_point():
         got = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
@@ -149,7 +137,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def attend(
     inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, *,
     warns: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Pair:  # fmt: skip
     """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
 
     ``inputs.seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users

@@ -52,8 +52,8 @@ def attention(
         return (mixing.unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
     if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere
         first = torch.as_tensor(key.shape[1] - query.shape[1] if query_offset is None else query_offset)
-        token = first.to(query.device).view(-1, 1) + torch.arange(query.shape[1], device=query.device)
-        rows = torch.arange(len(query), device=query.device)[:, None], token
+        sample, row = (torch.arange(n, device=query.device) for n in query.shape[:2])
+        rows = sample[:, None], first.to(query.device).view(-1, 1) + row
         query = query.new_zeros(*key.shape[:2], *query.shape[2:]).index_put(rows, query)
         out, lse = attention(
             query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed,
@@ -69,16 +69,14 @@ def attention(
 
     counts, zeros = key_counts(pattern, tokens, heads, key_padding_mask, is_causal, group, query, cu_seqlens)
     count = counts.sum(0)  # (B or 1, H, N, N)
-    scores = scores.masked_fill(count == 0, -torch.inf)
-    top = scores.detach().amax(-1, keepdim=True) if tokens else scores.new_zeros(*scores.shape[:3], 1)
-    top = torch.maximum(top, torch.where(zeros > 0, 0.0, -torch.inf).to(top.dtype))
-    sink = None if sinks is None else sinks.to(scores.dtype)[:, None, None]  # a key of this score, without a value
-    if sink is not None:
-        top = torch.maximum(top, sink.detach())
+    # keys without a value: zero keys, of score 0, and the learned one
+    extra = [zeros.log(), *([] if sinks is None else [sinks.to(scores.dtype)[:, None, None]])]
+    extra = [x.expand(*scores.shape[:3], 1) for x in extra]
+    scores = torch.cat([scores.masked_fill(count == 0, -torch.inf), *extra], -1)
+    top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (scores - top).exp()
-    filled = torch.where(zeros > 0, zeros * (-top).exp(), 0.0)  # 0 * inf where all scores are very low
-    total = (count * weights).sum(-1, keepdim=True) + filled + (0.0 if sink is None else (sink - top).exp())
+    weights, others = torch.split((scores - top).exp(), [tokens, len(extra)], -1)
+    total = (count * weights).sum(-1, keepdim=True) + others.sum(-1, keepdim=True)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1).transpose(1, 2)
@@ -135,7 +133,7 @@ def key_counts(
 
 def _kept(seed: Tensor, p: float, branches: int, samples: int, heads: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """(branches, B, H, N, N): 0 where dropout drops, 1 / (1 - p) elsewhere."""
-    index = [torch.arange(n, device=seed.device) for n in (samples, tokens, heads)]
-    sample, token, head = torch.meshgrid(*index, indexing="ij")
+    sample, token, head = (torch.arange(n, device=seed.device) for n in (samples, tokens, heads))
+    sample, token = sample[:, None, None], token[:, None].expand(samples, -1, heads)
     drops = [Dropout(p, *row_words(seed, branch, sample, head, token), token) for branch in range(branches)]
     return torch.stack([drop.keep().to(dtype) * drop.factor for drop in drops])

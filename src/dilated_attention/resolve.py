@@ -60,10 +60,8 @@ def resolve(inputs: Inputs, options: Options) -> Call:
         call = signature = None
     if call is None:
         call = _checked(inputs, options, numbers)
-        query, key = inputs.q, inputs.k
-        call = call.with_shapes(
-            query.shape, key.shape, call.dtype, query.device, inputs.padding is not None, call.start
-        )
+        q, k, has_padding = inputs.q, inputs.k, inputs.padding is not None
+        call = call.with_shapes(q.shape, k.shape, call.dtype, q.device, has_padding, call.start)
         if can_fail:  # a refusal must not leave others waiting nor cost a seed
             choose(call)
             if wants_grad:
@@ -156,11 +154,8 @@ def computed_dtype(x: Tensor) -> torch.dtype:
 def check_tensors(inputs: Inputs, options: Options) -> None:
     query, duals = inputs.q, not is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
     for name, x in zip(("query", "key", "value"), inputs[:3], strict=True):
-        check_tensor(name, x)
-        if x.is_nested:
-            rows = f"torch.cat({name}.unbind()).unsqueeze(0)"
-            raise ValueError(f"{name} is a nested tensor: pass {rows}, and where each sequence begins as cu_seqlens")
-        check_layout(name, x)
+        rows = f"torch.cat({name}.unbind()).unsqueeze(0)"
+        check_tensor(name, x, f"pass {rows}, and where each sequence begins as cu_seqlens")
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -190,14 +185,8 @@ def check_tensors(inputs: Inputs, options: Options) -> None:
         check_padding_mask(inputs.padding, inputs.k)
 
 
-def check_layout(name: str, x: Tensor) -> None:
-    if x.layout is not strided:
-        raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
-
-
 def check_padding_mask(mask: Tensor, key: Tensor) -> None:
     check_tensor("key_padding_mask", mask)
-    check_layout("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
     if mask.shape != key.shape[:2]:
@@ -208,7 +197,7 @@ def check_padding_mask(mask: Tensor, key: Tensor) -> None:
 
 def checked_heads(heads: tuple[int, int], key_heads: int) -> tuple[int, int]:
     """(first, total) of the key/value heads, of which a call has ``key_heads``."""
-    if not isinstance(heads, tuple | list) or len(heads) != 2 or not all(is_int(x) for x in heads):
+    if not isinstance(heads, tuple | list) or [is_int(x) for x in heads] != [True, True]:
         raise TypeError(f"heads must be two whole numbers, (first, total) of the key/value heads, got {heads!r}")
     first, total = heads
     if not 0 <= first <= total - key_heads:

@@ -9,14 +9,15 @@ heads of a row are side by side in memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.problem import Gradients
+from dilated_attention.backends.problem import Gradients, Pair
 
 ops = torch.ops.aten
 
@@ -37,14 +38,11 @@ class Dense(NamedTuple):
     scale: float
 
 
-Result = tuple[Tensor, Tensor]  # out, lse
-
-
 class Kernel(NamedTuple):
     """One kernel: forward(problem), and backward(problem, out, lse, dout) with the merged out and lse."""
 
     name: str
-    forward: Callable[[Dense], Result]
+    forward: Callable[[Dense], Pair]
     backward: Callable[[Dense, Tensor, Tensor, Tensor], Gradients]
     takes_bias: bool
     min_rows: int = 1
@@ -53,7 +51,7 @@ class Kernel(NamedTuple):
         return self.name
 
 
-def _flash_cpu_forward(x: Dense) -> Result:
+def _flash_cpu_forward(x: Dense) -> Pair:
     # in half precision the kernel packs what it reads itself, when it goes forward
     q, k, v, bias, causal, scale = x if x.k.itemsize == 2 else _packed(x)
     return ops._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
@@ -77,7 +75,7 @@ def _packed(x: Dense) -> Dense:
     return x._replace(k=x.k.contiguous(), v=x.v.contiguous())
 
 
-def _flash_forward(x: Dense) -> Result:
+def _flash_forward(x: Dense) -> Pair:
     out, lse, *_ = ops._scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, x.causal, False, scale=x.scale)
     return out, lse
 
@@ -89,7 +87,7 @@ def _flash_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradien
     )
 
 
-def _cudnn_forward(x: Dense) -> Result:
+def _cudnn_forward(x: Dense) -> Pair:
     # lse is always asked for: without it, cuDNN 9.19 under torch 2.11 gave a wrong out for 16 problems of 64 rows
     given = x.q, x.k, x.v, None, True, 0.0, x.causal, False
     out, lse, *_ = ops._scaled_dot_product_cudnn_attention(*given, scale=x.scale)
@@ -115,22 +113,30 @@ def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradien
     )
 
 
-def _efficient_forward(x: Dense) -> Result:
-    if x.q.shape[1] != x.k.shape[1] > 1:  # this kernel shares no heads: one call per key/value head
-        outs, lses = zip(*map(_efficient_forward, _by_kv_head(x)), strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 1)
+def _by_kv_head(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """For a kernel that shares no heads: one call per key/value head, which its query heads see with stride 0."""
+
+    @functools.wraps(run)
+    def each(x: Dense, *results: Tensor) -> tuple[Tensor, ...]:
+        count = x.k.shape[1]
+        if x.q.shape[1] == count or count == 1:
+            return run(x, *results)
+        parts = zip(*(t.chunk(count, 1) for t in (*x[:3], *results)), strict=True)
+        found = [run(x._replace(q=q, k=k, v=v), *some) for q, k, v, *some in parts]
+        return tuple(torch.cat(some, 1) for some in zip(*found, strict=True))
+
+    return each
+
+
+@_by_kv_head
+def _efficient_forward(x: Dense) -> Pair:
     q, k, v, bias = _spread(x)
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, x.causal, scale=x.scale)
     return out, lse[:, :, : q.shape[2]]  # it comes padded to a multiple of 32
 
 
+@_by_kv_head
 def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    kv_heads, heads = x.k.shape[1], x.q.shape[1]
-    if heads != kv_heads > 1:
-        query_side = (t.chunk(kv_heads, 1) for t in (out, lse, dout))
-        grads = [_efficient_backward(*part) for part in zip(_by_kv_head(x), *query_side, strict=True)]
-        dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
-        return dq, dk, dv
     q, k, v, bias = _spread(x)
     out = _row_by_row(out)  # the kernel takes the row stride of out for granted: others give wrong gradients
     lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
@@ -138,7 +144,7 @@ def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gra
     dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, bias, out, lse, unused, unused, 0.0, which, x.causal, scale=x.scale
     )
-    if kv_heads != heads:
+    if q.shape[1] != x.k.shape[1]:
         dk, dv = (grad.sum(1, keepdim=True, dtype=torch.float32).to(grad.dtype) for grad in (dk, dv))
     return dq, dk, dv
 
@@ -153,14 +159,8 @@ def _unused(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
-def _by_kv_head(x: Dense) -> list[Dense]:
-    """A problem for each key/value head and its query heads."""
-    parts = zip(*(t.chunk(x.k.shape[1], 1) for t in (x.q, x.k, x.v)), strict=True)
-    return [x._replace(q=q, k=k, v=v) for q, k, v in parts]
-
-
 def _spread(x: Dense) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v and bias: one key/value head is seen by every query head, with stride 0."""
+    """q, k, v and bias, of as many heads."""
     k, v = (t.expand(-1, x.q.shape[1], -1, -1) for t in (x.k, x.v))
     return x.q, k, v, None if x.bias is None else x.bias.expand(*x.q.shape[:3], x.k.shape[2])
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from dilated_attention import merge
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice
-from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
 from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
 from dilated_attention.bands import without_bands
 from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
-from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
+from dilated_attention.call import Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 
 log = logging.getLogger("dilated_attention")
@@ -87,7 +87,7 @@ class Work:
         q = readable(q if backward else without_infinity(q), call, limits)
         if not call.is_decode:  # few queries read few keys: only what they see is cleaned and converted
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
-        if positions is None and call.start != ON_DEVICE:
+        if positions is None:
             blocks = _cut_plan(call, limits, backward, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
             blocks = _plan_of_positions(call, limits, backward, positions)
@@ -126,24 +126,21 @@ class Work:
             q, k, v = (within(x, limits) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
         hidden = self._hidden(block) if block.has_mask else None
-        masking = Masking(call.scale, block.is_causal, padding, hidden, dropout)
+        problem = Problem(q, k, v, call.scale, block.is_causal, padding, hidden, dropout)
         if results is None:
-            return module.forward(kernels, q, k, v, masking)  # type: ignore[no-any-return]
+            return module.forward(kernels, problem)  # type: ignore[no-any-return]
         out, lse, dout = [block.queries.of(x, self.group) for x in results[:3]]
         dlse = None if results.dlse is None else block.queries.of(results.dlse, self.group)
         if limits.span is not None:
             dout, out = within(dout, limits), within(out, limits)
-        return module.backward(kernels, dout, q, k, v, out, lse, dlse, masking)  # type: ignore[no-any-return]
+        return module.backward(kernels, problem, Outputs(out, lse, dout, dlse))  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:
         """(Lq, Lk) bool: the pairs of a block that do not count."""
         rows, keys = (torch.arange(view.rows, device=self.call.device) for view in (block.queries, block.keys))
         distance = keys - rows.unsqueeze(1)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if block.low is not None:
-            hidden |= distance < block.low
-        if block.high is not None:
-            hidden |= distance > block.high
+        low, high = (-block.queries.rows if block.low is None else block.low), block.high
+        hidden = (distance < low) | (distance > (block.keys.rows if high is None else high))
         begin, _ = block.sequence
         for branch in block.but:  # then it is a block of one head and segment
             query = block.query_at[0] - begin + rows.unsqueeze(1) * block.query_step
@@ -158,9 +155,8 @@ class Work:
         key = _positions(block, block.key_at, block.keys.rows, block.key_step, call)
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
         head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
-        head = (head * call.q_per_kv + torch.arange(call.q_per_kv, device=call.device)).flatten()
-        words = row_words(seed, block.branch, sample[:, None, None].expand_as(query), head.expand_as(query), query)
-        return Dropout(call.dropout_p, *words, key)
+        head = (head * self.group + torch.arange(self.group, device=call.device)).flatten()
+        return Dropout(call.dropout_p, *row_words(seed, block.branch, sample[:, None, None], head, query), key)
 
     def log_zero_keys(self, block: Block) -> Tensor | float | None:
         """Log of how many appended zero keys each row attends to; with padding, a sample ends at its last token."""
@@ -172,12 +168,12 @@ class Work:
         longest = self.call.dilated.segment_lengths[block.branch]
         ends = self.ends[view.sample : view.sample + view.samples, None]
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
-        real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)
-        width = ends.clamp(max=longest).expand(-1, view.segments).flatten()[:, None]
+        real = (ends - starts).clamp(0, longest)  # (samples, segments)
         offset = (on_device(block.query_at, device) - block.segment) % rate
-        zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
-        zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.q_per_kv, dim=1)
-        return zeros.unsqueeze(1).to(self.call.sum_dtype).log()
+        rows = ((real.unsqueeze(-1) - offset + rate - 1) // rate).clamp(min=0)
+        zeros = ((ends.clamp(max=longest) + rate - 1) // rate).unsqueeze(-1) - rows
+        zeros = torch.where(real.unsqueeze(-1) > 0, zeros, 0).repeat_interleave(self.group, dim=2)
+        return zeros.flatten(0, 1).unsqueeze(1).to(self.call.sum_dtype).log()
 
     # --- all blocks ---------------------------------------------------------------------------------------------
 
@@ -224,7 +220,7 @@ class Work:
             return block.cut(heads=1, batch=1)  # rows so far apart are copied, one head at a time
         return block.cut(batch=batch)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self) -> Pair:
         out = lse = None
         adds_zeros, merging = self.call.adds_zeros, self.merging
         for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
@@ -244,8 +240,8 @@ class Work:
         for block, parts in self.each(self.plan.blocks, self.own, results):
             if not grads:
                 if block.covers(self.call) and not self.call.is_decode:
-                    grads = [x.reshape(y.shape) for x, y in zip(parts, (self.q, self.k, self.v), strict=True)]
-                    grads = [x.to(self.q.dtype).contiguous() for x in grads]
+                    wholes = zip(parts, (self.q, self.k, self.v), strict=True)
+                    grads = [x.reshape(y.shape).to(y.dtype).contiguous() for x, y in wholes]
                     continue
                 grads = self._empty_grads()
             views = [block.queries.of(grads[0], self.group), block.keys.of(grads[1]), block.keys.of(grads[2])]
@@ -270,7 +266,7 @@ class Work:
         few_merges = one_device and not self.call.pattern.needs_masks and len(self.call.pattern.branches) <= 3
         return self.call.sum_dtype if self.plan.merges and not few_merges else self.q.dtype
 
-    def empty_result(self) -> tuple[Tensor, Tensor]:
+    def empty_result(self) -> Pair:
         """(out, lse) with 0 and -inf where no block writes first."""
         out = self._empty(self.q, self.group, self.out_dtype)
         return out, self._empty(self.q[..., 0], self.group, self.call.sum_dtype, -torch.inf)
@@ -315,9 +311,8 @@ def _cut_plan(call: Call, limits: Limits, backward: bool, *given: Any) -> Plan:
     return whole._replace(blocks=tuple(cut(whole.blocks, call, limits, backward)))
 
 
-def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Tensor | None) -> Plan:
+def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Tensor) -> Plan:
     """The blocks of few queries at positions of their own in each sample; the host waits to read them."""
-    assert positions is not None
     blocks: list[Block] = []
     for sample, at in enumerate(positions.tolist()):
         if not 0 <= at <= call.keys - call.queries:

@@ -11,15 +11,15 @@ do:
 
 A backend that computes block by block has, in the layout (b, L, heads, D),
 
-    limits(call)                                                       what one call of its kernels takes
-    forward(kernels, q, k, v, masking)                                 -> (out, lse)
-    backward(kernels, dout, q, k, v, out, lse, dlse, masking)          -> (dq, dk, dv)
+    limits(call)                              what one call of its kernels takes
+    forward(kernels, problem)                 -> (out, lse)
+    backward(kernels, problem, results)       -> (dq, dk, dv)
 
 where out and lse in the backward pass are the final, merged ones, which makes each block's gradients exact, and lse is
 +inf for rows without keys: their weights exp(s - inf) are 0 then, not NaN. A backend that takes calls whole has
 
-    forward_call(call, inputs)                                         -> (out, lse)
-    backward_call(call, inputs, results)                               -> (dq, dk, dv)
+    forward_call(call, inputs)                -> (out, lse)
+    backward_call(call, inputs, results)      -> (dq, dk, dv)
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def why_not(choice: Choice, call: Call) -> dict[str, list[str]]:
     for name, module in BACKENDS.items():
         kernels, whole = module.why_not(call) if hasattr(module, "why_not") else {}, module.unsupported(call, False)
         reasons |= {f"{name}/{kernel}": why for kernel, why in kernels.items()} or {name: whole}
-        if not whole:
-            because.append(module.preference(call, False)[1])
-    because = [why for why in because if why]
+        because += [] if whole else filter(None, module.preference(call, False)[1:])
     if because and call.backend == "auto":
         later += f" ({'; '.join(because)})"
     runs = {choice.name, f"{choice.name}/{choice.kernels[0]}"}

@@ -7,14 +7,17 @@ Legend: tiles of scores (b, hk, g, i, j): g query heads per key/value head, i qu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Gradients, Limits, Masking
+from dilated_attention.backends.problem import Gradients, Limits, Outputs, Pair, Problem
 from dilated_attention.call import Call, accumulate_dtype
+from dilated_attention.dropout import Dropout
 
+At = tuple[slice, slice]  # samples, and rows or keys
 TILE_ELEMENTS = {"cpu": 1 << 22}  # scores held at once: what a cache keeps on a CPU,
 TILE_ELEMENTS_ELSEWHERE = 1 << 25  # and what keeps a GPU busy
 
@@ -37,94 +40,74 @@ def limits(call: Call) -> Limits:
     return Limits()
 
 
-def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    exact = accumulate_dtype(q.dtype)
-    out = torch.empty(q.shape, dtype=exact, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=exact, device=q.device)
-    for samples, rows, keys in _tiles(q, k, masking):
-        scores = _scores(q[samples, rows], k[samples, keys], masking, samples, rows, keys)
+def forward(kernels: tuple[str, ...], x: Problem) -> Pair:
+    exact = accumulate_dtype(x.q.dtype)
+    out = torch.empty(x.q.shape, dtype=exact, device=x.q.device)
+    lse = torch.empty(x.q.shape[:3], dtype=exact, device=x.q.device)
+    for rows, keys, _, _, scores in _tiles(x, exact):
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        lse[samples, rows] = (top + total.log()).squeeze(-1).flatten(1, 2).transpose(1, 2)  # (b, i, h)
-        if masking.dropout is not None:
-            weights *= _keep(masking, samples, rows, keys, weights)
+        lse[rows] = (top + total.log()).squeeze(-1).flatten(1, 2).transpose(1, 2)  # (b, i, h)
+        if x.dropout is not None:
+            weights *= _keep(x.dropout, rows, keys, weights)
         weights /= total.masked_fill_(total == 0, 1.0)
-        value = v[samples, keys].to(exact)
-        out[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", weights, value).flatten(2, 3)
+        out[rows] = torch.einsum("bhgij,bjhd->bihgd", weights, x.v[keys].to(exact)).flatten(2, 3)
     return out, lse
 
 
-def backward(
-    kernels: tuple[str, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dlse: Tensor | None, masking: Masking,
-) -> Gradients:  # fmt: skip
-    exact = lse.dtype
-    dq = torch.empty(q.shape, dtype=exact, device=q.device)
-    dk = torch.zeros(k.shape, dtype=exact, device=k.device)
-    dv = torch.zeros(v.shape, dtype=exact, device=v.device)
-    heads = k.shape[2]
+def backward(kernels: tuple[str, ...], x: Problem, results: Outputs) -> Gradients:
+    out, lse, dout, dlse = results
+    exact, heads = lse.dtype, x.k.shape[2]
+    dq, dk, dv = (torch.zeros(y.shape, dtype=exact, device=y.device) for y in (x.q, x.k, x.v))
     # d score = weight * (d weight - slope): slope collects what the normalisation and lse give back
     slope = (dout.to(exact) * out.to(exact)).sum(-1)
     if dlse is not None:
         slope -= dlse
-    for samples, rows, keys in _tiles(q, k, masking):
-        query, key, value, grad = (
-            x.to(exact) for x in (q[samples, rows], k[samples, keys], v[samples, keys], dout[samples, rows])
-        )
-        scores = _scores(query, key, masking, samples, rows, keys)
-        weights = scores.sub_(_columns(lse[samples, rows], heads)).exp_()
-        query, grad = _split_heads(query, heads), _split_heads(grad, heads)
-        dweights = torch.einsum("bihgd,bjhd->bhgij", grad, value)
+    for rows, keys, query, key, scores in _tiles(x, exact):
+        weights = scores.sub_(_columns(lse[rows], heads)).exp_()
+        grad = _split_heads(dout[rows].to(exact), heads)
+        dweights = torch.einsum("bihgd,bjhd->bhgij", grad, x.v[keys].to(exact))
         kept = weights
-        if masking.dropout is not None:
-            keep = _keep(masking, samples, rows, keys, weights)
+        if x.dropout is not None:
+            keep = _keep(x.dropout, rows, keys, weights)
             kept, dweights = weights * keep, dweights * keep
-        dv[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", kept, grad)
-        dscores = dweights.sub_(_columns(slope[samples, rows], heads)).mul_(weights).mul_(masking.scale)
-        dq[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", dscores, key).flatten(2, 3)
-        dk[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", dscores, query)
+        dv[keys] += torch.einsum("bhgij,bihgd->bjhd", kept, grad)
+        dscores = dweights.sub_(_columns(slope[rows], heads)).mul_(weights).mul_(x.scale)
+        dq[rows] = torch.einsum("bhgij,bjhd->bihgd", dscores, key).flatten(2, 3)
+        dk[keys] += torch.einsum("bhgij,bihgd->bjhd", dscores, query)
     return dq, dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, masking: Masking) -> Iterator[tuple[slice, slice, slice]]:
-    """(samples, query rows, key rows) of each tile; when causal, keys after the tile's last row are left out."""
-    samples, rows, heads, _ = q.shape
-    keys = k.shape[1]
-    most = TILE_ELEMENTS.get(q.device.type, TILE_ELEMENTS_ELSEWHERE)
+def _tiles(x: Problem, exact: torch.dtype) -> Iterator[tuple[At, At, Tensor, Tensor, Tensor]]:
+    """Where each tile's query rows and keys are, both tensors, and their scores. Keys after a causal tile's last row
+    are left out."""
+    (samples, rows, heads, _), keys, device = x.q.shape, x.k.shape[1], x.q.device
+    most = TILE_ELEMENTS.get(device.type, TILE_ELEMENTS_ELSEWHERE)
     sample_step = max(1, most // (heads * rows * keys))
     row_step = max(1, most // (sample_step * heads * keys))
-    for first in range(0, samples, sample_step):
-        for row in range(0, rows, row_step):
-            last_row = min(rows, row + row_step)
-            yield (
-                slice(first, min(samples, first + sample_step)),
-                slice(row, last_row),
-                slice(0, last_row if masking.is_causal else keys),
-            )
+    for first, row in itertools.product(range(0, samples, sample_step), range(0, rows, row_step)):
+        some, stop = slice(first, min(samples, first + sample_step)), min(rows, row + row_step)
+        seen = stop if x.is_causal else keys
+        at, there = (some, slice(row, stop)), (some, slice(0, seen))
+        query, key = _split_heads(x.q[at].to(exact), x.k.shape[2]), x.k[there].to(exact)
+        scores = torch.einsum("bihgd,bjhd->bhgij", query, key).mul_(x.scale)
+        if x.is_causal:
+            row_numbers = torch.arange(row, stop, device=device).unsqueeze(1)
+            scores.masked_fill_(torch.arange(seen, device=device) > row_numbers, -torch.inf)
+        if x.hidden is not None:
+            scores.masked_fill_(x.hidden[row:stop, :seen], -torch.inf)
+        if x.padding is not None:
+            ignored = x.padding[there].transpose(1, 2)  # (b, hk, j)
+            scores.masked_fill_(ignored[:, :, None, None, :], -torch.inf)
+        yield at, there, query, key, scores
 
 
-def _scores(query: Tensor, key: Tensor, masking: Masking, samples: slice, rows: slice, keys: slice) -> Tensor:
-    exact = accumulate_dtype(query.dtype)
-    query = _split_heads(query.to(exact), key.shape[2])
-    scores = torch.einsum("bihgd,bjhd->bhgij", query, key.to(exact)).mul_(masking.scale)
-    if masking.is_causal:
-        row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(1)
-        scores.masked_fill_(torch.arange(keys.stop, device=query.device) > row, -torch.inf)
-    if masking.hidden is not None:
-        scores.masked_fill_(masking.hidden[rows, keys], -torch.inf)
-    if masking.padding is not None:
-        ignored = masking.padding[samples, keys].transpose(1, 2)  # (b, hk, j)
-        scores.masked_fill_(ignored[:, :, None, None, :], -torch.inf)
-    return scores
-
-
-def _keep(masking: Masking, samples: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+def _keep(dropout: Dropout, rows: At, keys: At, like: Tensor) -> Tensor:
     """What dropout multiplies the weights of a tile with, (b, hk, g, i, j)."""
-    assert masking.dropout is not None
-    dropout = masking.dropout.rows(samples, rows, keys)
-    return dropout.keep().reshape(like.shape).to(like.dtype).mul_(dropout.factor)
+    kept = dropout.rows(*rows, keys[1]).keep()
+    return kept.reshape(like.shape).to(like.dtype).mul_(dropout.factor)
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a backend is given: the tensors of a call, and the masks of one dense problem.
+"""What a backend is given: the tensors of a call, or one dense problem.
 
 Legend: q (b, Lq, h, D); k, v (b, Lk, hk, D); h a multiple of hk.
 """
@@ -44,28 +44,19 @@ class Limits(NamedTuple):
     span: int | None = None  # the most bytes from a tensor's first element to its last
 
 
+Pair = tuple[Tensor, Tensor]  # out, lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 @dataclass(frozen=True, slots=True)
-class Masking:
-    """How one dense problem is scaled, masked and dropped."""
+class Problem:
+    """One dense problem: its tensors, and how it is scaled, masked and dropped."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
     scale: float
     is_causal: bool = False  # query row i sees key rows up to i
     padding: Tensor | None = None  # (b, Lk, hk) bool, True = ignore this key
     hidden: Tensor | None = None  # (Lq, Lk) bool, True = this query does not see this key
     dropout: Dropout | None = None
-
-    def rows_without_keys(self, rows: int) -> Tensor | None:
-        """(b, rows, hk or 1) bool, True where every visible key is ignored; None when no key ever is."""
-        if self.hidden is not None:
-            ignored = self.hidden[None, :, :, None]
-            if self.padding is not None:
-                ignored = ignored | self.padding.unsqueeze(1)
-            return ignored.all(2)
-        if self.padding is None:
-            return None
-        if self.is_causal:
-            return (~self.padding).cumsum(1) == 0
-        return self.padding.all(1, keepdim=True).expand(-1, rows, -1)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Choice, choose
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.backends.tensors import finished, finished_grads, no_autocast, one_layout, without_bad_rows
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
+from dilated_attention.backends.tensors import finished, no_autocast, without_bad_rows
 from dilated_attention.call import Call
 
 
@@ -18,7 +18,7 @@ class OneDevice:
     def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
         return Work.of(call, inputs, choice, backward=backward)
 
-    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+    def forward(self, work: Work) -> Pair:
         return work.forward()
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
@@ -28,7 +28,7 @@ class OneDevice:
 HERE = OneDevice()
 
 
-def forward(call: Call, inputs: Inputs, way: OneDevice = HERE, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs, way: OneDevice = HERE, choice: Choice | None = None) -> Pair:
     """(out, lse). ``choice``: what was chosen already."""
     choice = choice or choose(call)
     if choice.is_whole:
@@ -51,9 +51,12 @@ def backward(
         return choice.module.backward_call(call, inputs, results)  # type: ignore[no-any-return]
     with no_autocast(call.device):
         inputs, results, bad = without_bad_rows(inputs, results)
-        work = way.work(call, one_layout(inputs), choice, backward=True)
+        if call.device.type == "cuda":  # q laid out as out and dout are: one copy here spares cuDNN one per block
+            inputs = inputs._replace(q=inputs.q.contiguous())
+        work = way.work(call, inputs, choice, backward=True)
         grads = way.backward(work, work.results(results))
-    return finished_grads(grads, inputs, call, bad)
+    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
+    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
 
 
 def _detached(call: Call, inputs: Inputs, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
 from dilated_attention.backends.aten import Dense, Kernel
-from dilated_attention.backends.problem import Gradients, Limits, Masking
+from dilated_attention.backends.problem import Gradients, Limits, Outputs, Pair, Problem
 from dilated_attention.call import Call
 
 # On CUDA one call can count a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
@@ -24,10 +24,10 @@ CALL_BYTES = 8 << 20  # of keys per thread: what a call on a CPU packs and gives
 
 def unsupported(call: Call, backward: bool) -> list[str]:
     """Why none of the kernels can run, one sentence each."""
-    reasons = why_not(call)
-    if not reasons:
-        return [f"torch has no such kernels for device {call.device.type!r}"]
-    return [] if any(not r for r in reasons.values()) else [f"{name}: {r}" for name, rs in reasons.items() for r in rs]
+    if kernels(call, backward):
+        return []
+    reasons = [f"{kernel}: {reason}" for kernel, some in why_not(call).items() for reason in some]
+    return reasons or [f"torch has no such kernels for device {call.device.type!r}"]
 
 
 def preference(call: Call, backward: bool) -> tuple[bool, str]:
@@ -36,19 +36,19 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
 
 def kernels(call: Call, backward: bool) -> tuple[Kernel, ...]:
     """The kernels that can run, fastest first."""
-    return tuple(kernel for kernel in _candidates(call) if not _reasons(kernel, call))
+    return tuple(kernel for kernel, reasons in why_not(call).items() if not reasons)
 
 
-def why_not(call: Call) -> dict[str, list[str]]:
+def why_not(call: Call) -> dict[Kernel, list[str]]:
     """Each kernel's reasons, in the order in which they are tried."""
-    return {kernel.name: _reasons(kernel, call) for kernel in _candidates(call)}
+    return {kernel: _reasons(kernel, call) for kernel in _candidates(call)}
 
 
 def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
     """Which kernel runs blocks with so many rows, for people."""
     names = {str(_kernel_for(count, kernels) or "eager"): count for count in sorted(rows)}
-    short = [f"{name} for blocks of {count} row" for name, count in names.items() if name != str(kernels[0])]
-    return "; ".join([str(kernels[0]), *short])
+    names.pop(first := str(kernels[0]), None)
+    return "; ".join([first, *(f"{name} for blocks of {count} row" for name, count in names.items())])
 
 
 def limits(call: Call) -> Limits:
@@ -58,69 +58,66 @@ def limits(call: Call) -> Limits:
     return Limits(PAD, batch=MOST_PROBLEMS, span=MOST_BYTES) if call.device.type == "cuda" else Limits()
 
 
-def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
+def forward(kernels: tuple[Kernel, ...], x: Problem) -> Pair:
+    kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
-        return eager.forward((), q, k, v, masking)
-    out, lse = kernel.forward(_problem(q, k, v, masking))
+        return eager.forward((), x)
+    ignored = _ignored(x)
+    out, lse = kernel.forward(_dense(x, ignored))
+    if ignored is not None:  # kernels disagree on rows without keys (lse 0, NaN): select
+        is_slanted = x.is_causal and x.hidden is None
+        empty = (~ignored).cumsum(-1).squeeze(2) == 0 if is_slanted else ignored.all(-1)
+        empty = empty.repeat_interleave(x.q.shape[2] // empty.shape[1], 1)
+        out, lse = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    empty = masking.rows_without_keys(q.shape[1])
-    if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
-        empty = empty.expand(-1, -1, k.shape[2]).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-        lse = lse.masked_fill(empty, -torch.inf)
-        out = out.masked_fill(empty.unsqueeze(-1), 0.0)
-    if q.device.type == "cpu" and k.shape[1] * k.itemsize < aten.VECTOR_BYTES and (lse == 0).any():
-        lost = eager.forward((), q, k, v, masking)[1].isnan()  # the kernel took NaN for a row without keys
+    if x.q.device.type == "cpu" and x.k.shape[1] * x.k.itemsize < aten.VECTOR_BYTES and (lse == 0).any():
+        lost = eager.forward((), x)[1].isnan()  # the kernel took NaN for a row without keys
         out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     return out, lse
 
 
-def backward(
-    kernels: tuple[Kernel, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dlse: Tensor | None, masking: Masking,
-) -> Gradients:  # fmt: skip
-    kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
+def backward(kernels: tuple[Kernel, ...], x: Problem, results: Outputs) -> Gradients:
+    kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
-        return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
-    problem = _problem(q, k, v, masking)
-    lse = lse.transpose(1, 2)
-    dq, dk, dv = kernel.backward(problem, out.transpose(1, 2), lse, dout.transpose(1, 2))
+        return eager.backward((), x, results)
+    problem, lse, dlse, dtype = _dense(x, _ignored(x)), results.lse.transpose(1, 2), results.dlse, x.q.dtype
+    dq, dk, dv = kernel.backward(problem, results.out.transpose(1, 2), lse, results.dout.transpose(1, 2))
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
         # gives exactly the part that lse sends back. dlse is a power of two times two columns, so that in half
         # precision it neither overflows nor loses its digits.
         unit = torch.ldexp(torch.ones_like(dlse), torch.frexp(dlse).exponent.clamp(-14, 15))
-        high = (dlse / unit).to(q.dtype)
-        columns = torch.stack([high, (dlse / unit - high).to(q.dtype)], -1)[..., : q.shape[-1]]
-        rest = q.shape[-1] - columns.shape[-1]
-        units = F.pad(unit.to(q.dtype).unsqueeze(-1).expand_as(columns), (0, rest))
-        minus_dlse, units = F.pad(-columns, (0, rest)).transpose(1, 2), units.transpose(1, 2)
+        high = (dlse / unit).to(dtype)
+        columns = torch.stack([high, (dlse / unit - high).to(dtype)], -1)[..., : x.q.shape[-1]]
+        units = unit.to(dtype).unsqueeze(-1).expand_as(columns)
+        rest = (0, x.q.shape[-1] - columns.shape[-1])
+        minus_dlse, units = (F.pad(y, rest).transpose(1, 2) for y in (-columns, units))
         dq_lse, dk_lse, _ = kernel.backward(problem._replace(v=torch.zeros_like(problem.v)), minus_dlse, lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
-    if problem.scale != masking.scale:
-        dq, dk = dq * (masking.scale / problem.scale), dk * (masking.scale / problem.scale)
+    if problem.scale != x.scale:
+        dq, dk = dq * (x.scale / problem.scale), dk * (x.scale / problem.scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
-    # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
-    bias = None if masking.padding is masking.hidden is None else _bias(masking, q)
-    scale = max(masking.scale, 1e-30)
-    return Dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, masking.is_causal, scale)
-
-
-def _bias(masking: Masking, q: Tensor) -> Tensor:
-    """(b or 1, 1 or h, Lq or 1, Lk) of 0 and -inf, its rows 16-byte aligned as the kernels want."""
-    ignored = masking.hidden
-    if masking.padding is not None:
-        padding = masking.padding if masking.padding.stride(2) else masking.padding[:, :, :1]
+def _ignored(x: Problem) -> Tensor | None:
+    """(b or 1, 1 or hk, Lq or 1, Lk) bool: the pairs that do not count, but for those of a causal problem."""
+    ignored = None if x.hidden is None else x.hidden[None, None]
+    if x.padding is not None:
+        padding = x.padding if x.padding.stride(2) else x.padding[:, :, :1]
         padding = padding.transpose(1, 2).unsqueeze(2)
         ignored = padding if ignored is None else ignored | padding
-    assert ignored is not None
-    ignored = ignored[(None,) * (4 - ignored.dim())]
-    columns = -(-ignored.shape[3] // 8) * 8
-    bias = torch.zeros((*ignored.shape[:3], columns), dtype=q.dtype, device=q.device)[..., : ignored.shape[3]]
-    return bias.masked_fill_(ignored, -torch.inf)
+    return ignored
+
+
+def _dense(x: Problem, ignored: Tensor | None) -> Dense:
+    bias = None
+    if ignored is not None:  # rows are 16-byte aligned, as the kernels want
+        columns = -(-ignored.shape[3] // 8) * 8
+        bias = torch.zeros((*ignored.shape[:3], columns), dtype=x.q.dtype, device=x.q.device)
+        bias = bias[..., : ignored.shape[3]].masked_fill_(ignored, -torch.inf)
+    # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
+    scale = max(x.scale, 1e-30)
+    return Dense(x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), bias, x.is_causal, scale)
 
 
 def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
@@ -171,6 +168,6 @@ def _refusals(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
     # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
     with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
         runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, is_causal, False))
-    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
     refused = f"refuses {dtype} with head_dim {head_dim} at compute capability {capability}"
     return [] if runs else [f"torch.backends.cuda.can_use_{name}_attention {refused}"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs
+from dilated_attention.backends.problem import Inputs, Limits, Outputs
 from dilated_attention.call import Call
 
 
@@ -48,16 +48,9 @@ def span(x: Tensor) -> int:
     return x.itemsize * sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
 
 
-def one_layout(inputs: Inputs) -> Inputs:
-    """With q laid out as out and dout are, which cuDNN's backward wants: one copy here spares one per block."""
-    return inputs._replace(q=inputs.q.contiguous()) if inputs.q.device.type == "cuda" else inputs
-
-
 def without_infinity(q: Tensor) -> Tensor:
     """q with NaN in rows that have an infinity, whose scores may all be -inf: kernels disagree on what that gives."""
-    if seems_finite(q):
-        return q
-    return q.masked_fill(q.isinf().any(-1, keepdim=True), torch.nan)
+    return q if seems_finite(q) else q.masked_fill(q.isinf().any(-1, keepdim=True), torch.nan)
 
 
 def seems_finite(q: Tensor) -> bool:
@@ -85,14 +78,7 @@ def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs,
 
 def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
     """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
-    x = x if x.shape[-1] == call.head_dim else x[..., : call.head_dim]
-    return x.to(dtype).contiguous().detach()
-
-
-def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
-    """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
-    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
-    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
+    return x[..., : call.head_dim].to(dtype).contiguous().detach()
 
 
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:

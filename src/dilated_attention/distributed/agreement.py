@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -80,20 +81,19 @@ def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
     if refused:
         return f"{call} was called off on all ranks (this is rank {rank}): {'; '.join(refused)}"
     found = []
-    for name in dict.fromkeys(name for fields in said for name in fields):
+    for name in dict.fromkeys(itertools.chain.from_iterable(said)):
         by_value: dict[str, list[int]] = {}
         for other, fields in enumerate(said):
             by_value.setdefault(fields.get(name, "absent"), []).append(other)
-        if len(by_value) > 1:
-            usual_first = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-            found.append(f"{name} is " + " and ".join(f"{value} on {_ranks(who)}" for value, who in usual_first))
+        usual_first = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
+        told = [f"{value} on {_ranks(who)}" for value, who in usual_first]
+        found += [f"{name} is {' and '.join(told)}"] if len(told) > 1 else []
     return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
 
 
 def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(str(rank) for rank in ranks[:8]) + (" and others" if len(ranks) > 8 else "")
+    few = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
+    return few if len(ranks) <= 8 else f"{few} and others"
 
 
 def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:
@@ -104,6 +104,5 @@ def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:
 
 def _cut(text: str) -> str:
     """The beginning of a long text, and a hash that tells whether the rest differs."""
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+    rest = f"... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + rest

@@ -84,10 +84,11 @@ class GroupTransport:
         self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
         arriving = {peer: self._on_wire(count) for peer, count in receives.items() if count}
-        self.stats.hops += bool(sent or arriving)
-        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
-        self.stats.bytes_received += sum(receives.values())
-        self.stats.hold(sum(receives.values()))
+        stats, received = self.stats, sum(receives.values())
+        stats.hops += bool(sent or arriving)
+        stats.bytes_sent += sum(map(Tensor.numel, sent.values()))
+        stats.bytes_received += received
+        stats.hold(received)
         works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         pending = Pending(self, name, works, sent, arriving, self.staged)
         if self.debug:  # the host waits, so that an error names the step in which it happened
@@ -116,7 +117,7 @@ class GroupTransport:
 
     def release(self, messages: Mapping[int, Tensor]) -> None:
         """Received messages are no longer the transport's to count."""
-        self.stats.hold(-sum(message.numel() for message in messages.values()))
+        self.stats.hold(-sum(map(Tensor.numel, messages.values())))
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -137,11 +138,10 @@ class GroupTransport:
             return
         time.sleep(BEFORE_CLOSING)
         never = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.size):  # until one is alive: a receive from a dead one fails at once and closes nothing
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
-                    work.wait(datetime.timedelta(milliseconds=1))
+        for peer in {*range(self.size)} - {self.rank}:  # until one is alive: one from a dead rank fails at once
+            with contextlib.suppress(RuntimeError):
+                work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
+                work.wait(datetime.timedelta(milliseconds=1))
 
     def _check_usable(self) -> None:
         """Raise if an earlier step over the group failed: messages may still be on their way in it."""
@@ -168,14 +168,14 @@ class GroupTransport:
             for peer in sorted(tensors)
         ]
         if operations and operations[0].tensor.device.type != "cpu":
-            with self.naming(name, None):
-                works = dist.batch_isend_irecv(operations)  # NCCL gives one handle for the whole batch
-            return [(None, work) for work in works]
-        works = []
+            with self.naming(name, None):  # NCCL gives one handle for the whole batch
+                return [(None, work) for work in dist.batch_isend_irecv(operations)]
+        works: Works = []
         for operation in operations:
-            with self.naming(name, operation.group_peer):  # its connection may be closed already
-                works += dist.batch_isend_irecv([operation])
-        return [(operation.group_peer, work) for operation, work in zip(operations, works, strict=True)]
+            peer = operation.group_peer
+            with self.naming(name, peer):  # its connection may be closed already
+                works += [(peer, work) for work in dist.batch_isend_irecv([operation])]
+        return works
 
     @contextlib.contextmanager
     def naming(self, step: str, peer: int | None, began: float | None = None) -> Iterator[None]:

@@ -106,12 +106,9 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def sequence_mean(
-    token_losses: Tensor,
-    group: Group,
-    mask: Tensor | None = None,
-    *,
+    token_losses: Tensor, group: Group, mask: Tensor | None = None, *,
     gradients: Literal["average", "sum"] = "average",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Averages over all tokens of all ranks, with gradients that come out as on one device.
 
     Args:
@@ -144,7 +141,7 @@ def sequence_mean(
     refused = torch.tensor([torch.nan, torch.nan, 1.0])
     with telling(lambda _: summed(refused, telling_device(pg, token_losses))):
         local, counted = _summed(token_losses, mask, gradients)
-    totals = summed(torch.stack((local.detach().double(), counted, torch.zeros_like(counted))), local.device)
+    totals = summed(torch.stack((local.detach().double(), counted, counted * 0)), local.device)
     if totals.device.type == "cpu" and totals[2] > 0:  # elsewhere the host would wait for it, and the mean is NaN
         raise ValueError("sequence_mean was called off on all ranks: the arguments of another rank were refused there")
     total, count, _ = totals.to(local.device)
@@ -163,16 +160,14 @@ def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[
         raise TypeError(f"token_losses must be a tensor, got {type(token_losses).__name__}")
     if not token_losses.is_floating_point():
         raise TypeError(f"token_losses must be floating point, got {token_losses.dtype}")
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is None:
+        mask = torch.ones_like(token_losses, dtype=torch.bool)
+    if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, True = counted, got {mask.dtype}")
-    if mask is not None and mask.shape != token_losses.shape:
+    if mask.shape != token_losses.shape:
         raise ValueError(f"mask is {tuple(mask.shape)} and token_losses {tuple(token_losses.shape)}: they must agree")
     losses = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32))
-    if mask is not None:
-        losses = losses.masked_fill(~mask, 0.0)
-    local = losses.sum()
-    counted = torch.full_like(local, losses.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
-    return local, counted
+    return losses.masked_fill(~mask, 0.0).sum(), mask.sum().double()
 
 
 class _Gather(torch.autograd.Function):
@@ -204,13 +199,14 @@ def _plain(x: Tensor) -> Tensor:
 
 def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transport: GroupTransport) -> list[Tensor]:
     """What each rank has for this one, given what this one has for each, and the shapes of what comes."""
-    mine = sent[transport.rank]
-    others = [peer for peer in range(transport.size) if peer != transport.rank]
+    mine, others = sent[transport.rank], [peer for peer in range(transport.size) if peer != transport.rank]
     sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
     arrived = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
-    found = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in arrived.items()}
+    found = [mine.new_empty(shape) for shape in shapes]  # empty ones are not sent
     found[transport.rank] = mine
-    return [found.get(peer, mine.new_empty(shape)) for peer, shape in enumerate(shapes)]
+    for peer, message in arrived.items():
+        found[peer] = message.view(mine.dtype).view(shapes[peer])
+    return found
 
 
 def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:

@@ -33,25 +33,16 @@ class DilatedAttention(Core):
     shown = ("softmax_scale", *Core.shown)
 
     def __init__(
-        self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, attention_dropout, **options)
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        *,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, *,
         key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Returns (B, N, H, D), from query (B, N, H, D) and key, value (B, N, Hk, D).
 
         Key and value may have fewer heads: each serves H // Hk query heads in a row. ``key_padding_mask`` is

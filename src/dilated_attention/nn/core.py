@@ -36,15 +36,9 @@ class Core(nn.Module):
     shown: tuple[str, ...] = ("dropout", "backend")  # by repr(), beside the pattern and the ranks
 
     def __init__(
-        self,
-        segment_lengths: Lengths,
-        dilation_rates: Lengths,
-        dropout: float,
-        *,
-        pattern: Pattern | None = None,
-        rule: Rule | None = None,
-        backend: Backend = "auto",
-    ) -> None:
+        self, segment_lengths: Lengths, dilation_rates: Lengths, dropout: float, *, pattern: Pattern | None = None,
+        rule: Rule | None = None, backend: Backend = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
         if pattern is None:
             if segment_lengths is None or dilation_rates is None:

@@ -54,36 +54,21 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     shown = (*RingMultiheadDilatedAttention.shown, "held_heads")
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        mesh: DeviceMesh | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        use_checkpointing: bool | None = None,
-        *,
-        parallel: ContextParallel | None = None,
-        data: str = "data",
-        sequence: str = "sequence",
-        heads: str = "heads",
-        **options: Unpack[MultiheadOptions],
-    ) -> None:
+        self, embed_dim: int, num_heads: int, segment_lengths: Lengths = None, dilation_rates: Lengths = None,
+        mesh: DeviceMesh | None = None, dropout: float = 0.0, bias: bool = True, layer_norm: bool = True,
+        use_checkpointing: bool | None = None, *, parallel: ContextParallel | None = None, data: str = "data",
+        sequence: str = "sequence", heads: str = "heads", **options: Unpack[MultiheadOptions],
+    ) -> None:  # fmt: skip
         mesh = _checked(mesh, data, sequence, heads)
         if not isinstance(parallel, ContextParallel | None):
             raise TypeError(f"parallel must be a ContextParallel, got {type(parallel).__name__}")
-        group, axes, ring_size = parallel or ContextParallel(), mesh.mesh_dim_names or (), None
-        if group.group is not None:
+        parallel, axes = parallel or ContextParallel(), mesh.mesh_dim_names or ()
+        if parallel.group is not None:
             raise ValueError("parallel has a group, and the ranks are those of the mesh's axes: leave the group out")
-        if sequence in axes:
-            group = replace(group, group=mesh[sequence])
-        else:
-            ring_size = 1  # every rank is on its own, whatever default group there is
+        cut = sequence in axes  # else every rank is on its own, whatever default group there is
         super().__init__(
-            embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, ring_size,
-            use_checkpointing, group=group, **options,
+            embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, None if cut else 1,
+            use_checkpointing, group=replace(parallel, group=mesh[sequence]) if cut else parallel, **options,
         )  # fmt: skip
         self.over_heads: ContextParallel | None = None
         if heads in axes and mesh[heads].size() > 1:
@@ -113,14 +98,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
     def _draw(self, weight: Any, gain: float) -> None:
         """Draws a weight as on one device, and then splits it: parts drawn with one seed would all be equal."""
-        if not hasattr(weight, "device_mesh"):  # no DTensor
-            super()._draw(weight, gain)
-            return
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        is_cut = hasattr(weight, "device_mesh")  # a DTensor
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if is_cut else weight
         super()._draw(whole, gain)
-        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
+        if is_cut:
+            from torch.distributed.tensor import distribute_tensor
+
+            weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
 
     @contextmanager
     def _telling_ranks(self, x: Tensor) -> Iterator[None]:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention.autograd import is_plain
-from dilated_attention.checks import check_flag, check_int, checked_scale
+from dilated_attention.checks import check_flag, check_int, check_tensor, checked_scale
 from dilated_attention.nn.core import Core, Lengths, ModuleOptions
-from dilated_attention.resolve import DTYPES, check_layout, check_padding_mask
+from dilated_attention.resolve import DTYPES, check_padding_mask
 
 MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
+IF_NESTED = (  # nn.TransformerEncoder makes such tensors when its first layer is dense
+    "pad it and pass key_padding_mask; nn.TransformerEncoder does so when built with enable_nested_tensor=False"
+)
 
 
 class _NoPackedWeight:
@@ -77,27 +80,14 @@ class MultiheadDilatedAttention(Core):
     shown = ("embed_dim", "num_heads", "num_kv_heads", "batch_first", "gamma_init", *Core.shown)
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        batch_first: bool = True,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, embed_dim: int, num_heads: int, segment_lengths: Lengths = None, dilation_rates: Lengths = None,
+        dropout: float = 0.0, bias: bool = True, layer_norm: bool = True, layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, *,
+        num_kv_heads: int | None = None, batch_first: bool = True, **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
-        self.embed_dim = check_int("embed_dim", embed_dim)
-        self.num_heads = check_int("num_heads", num_heads)
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
+        self.embed_dim, self.num_heads = check_int("embed_dim", embed_dim), check_int("num_heads", num_heads)
+        self.num_kv_heads = check_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}: every head takes an "
@@ -113,10 +103,10 @@ class MultiheadDilatedAttention(Core):
         self.gamma_init = checked_scale(gamma_init, "gamma_init")
         layer_norm_eps = checked_scale(layer_norm_eps, "layer_norm_eps")
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._add_projections({"bias": bias, **factory})
-        self.norm: nn.Module = nn.LayerNorm(embed_dim, layer_norm_eps, **factory) if layer_norm else nn.Identity()
-        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._add_projections({"bias": bias, **where})
+        self.norm: nn.Module = nn.LayerNorm(embed_dim, layer_norm_eps, **where) if layer_norm else nn.Identity()
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias, **where)
         self.register_load_state_dict_pre_hook(_refit)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
@@ -127,8 +117,8 @@ class MultiheadDilatedAttention(Core):
         Biases become 0, and the LayerNorm is reset.
         """
         weights = (*self._inputs(), (self.out_proj.weight, self.out_proj.bias))
-        for (weight, bias), gain in zip(weights, (1.0, 1.0, self.gamma_init, self.gamma_init), strict=True):
-            self._draw(weight, gain)
+        for at, (weight, bias) in enumerate(weights):
+            self._draw(weight, self.gamma_init if at > 1 else 1.0)
             if bias is not None:
                 nn.init.zeros_(bias)
         if isinstance(self.norm, nn.LayerNorm):
@@ -138,16 +128,10 @@ class MultiheadDilatedAttention(Core):
         nn.init.xavier_normal_(weight, gain=gain)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None, need_weights: bool = False, attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Returns (output, None); the output is shaped like query.
 
         Args:
@@ -167,12 +151,12 @@ class MultiheadDilatedAttention(Core):
                 raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
             key = query if key is None else key
             query, key, value = self._batch_first(query, key, key if value is None else value)
-            mask = key_padding_mask
-            if isinstance(mask, Tensor) and tokens.dim() == 2:
-                mask = mask.unsqueeze(0)
             if attn_mask is not None:
                 check_causal_mask(attn_mask, is_causal, query.shape[1], len(query) * self.num_heads)
-            padding = None if mask is None else ignored(mask, query)
+            padding = key_padding_mask
+            if padding is not None:
+                check_tensor("key_padding_mask", padding)
+                padding = ignored(padding.unsqueeze(0) if tokens.dim() == 2 else padding, query)
             q, k, v = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in self._project(query, key, value))
         out = self._attend(q, k, v, is_causal, padding)
         out = self.out_proj(self.norm(out.flatten(-2)))
@@ -198,14 +182,7 @@ class MultiheadDilatedAttention(Core):
         """query, key and value as (B, N, E)."""
         query = given[0]
         for name, x in zip(("query", "key", "value"), given, strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            if x.is_nested:  # nn.TransformerEncoder makes them when its first layer is dense
-                raise ValueError(
-                    f"{name} is a nested tensor: pad it and pass key_padding_mask; nn.TransformerEncoder does so when "
-                    "built with enable_nested_tensor=False"
-                )
-            check_layout(name, x)
+            check_tensor(name, x, IF_NESTED)
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
                 layout = "batch, tokens" if self.batch_first else "tokens, batch"
                 raise ValueError(
@@ -248,8 +225,7 @@ def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix
 
 def ignored(mask: Tensor, x: Tensor) -> Tensor:
     """The padding mask of tokens (B, N, E) as bool; nn.TransformerEncoderLayer hands over a float one."""
-    if isinstance(mask, Tensor) and mask.is_floating_point():
-        check_layout("key_padding_mask", mask)
+    if mask.is_floating_point():
         wanted = "key_padding_mask must be bool, True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
         is_ignored = mask == -torch.inf
         known = is_ignored | (mask == 0)
@@ -276,9 +252,7 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
             "attn_mask must be None unless it is the causal mask and is_causal=True: the pattern says who sees whom; "
             "for causal attention pass is_causal=True, and for padded tokens key_padding_mask"
         )
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
-    check_layout("attn_mask", mask)
+    check_tensor("attn_mask", mask)
     is_bool = mask.dtype == torch.bool
     if mask.shape not in ((tokens, tokens), (rows, tokens, tokens)) or not (is_bool or mask.is_floating_point()):
         raise ValueError(

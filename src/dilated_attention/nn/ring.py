@@ -43,17 +43,11 @@ class RingDilatedAttention(DilatedAttention):
     ranks: Ranks
 
     def __init__(
-        self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        dropout: float = 0.0,
-        ring_size: int | None = None,
-        use_checkpointing: bool | None = None,
-        *,
-        group: Group | ContextParallel | None = None,
-        softmax_scale: float | None = None,
+        self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, dropout: float = 0.0,
+        ring_size: int | None = None, use_checkpointing: bool | None = None, *,
+        group: Group | ContextParallel | None = None, softmax_scale: float | None = None,
         **options: Unpack[ModuleOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange, name=type(self).__name__)
 
@@ -76,31 +70,19 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     ranks: Ranks
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        ring_size: int | None = None,
-        use_checkpointing: bool | None = None,
-        *,
-        group: Group | ContextParallel | None = None,
+        self, embed_dim: int, num_heads: int, segment_lengths: Lengths = None, dilation_rates: Lengths = None,
+        dropout: float = 0.0, bias: bool = True, layer_norm: bool = True, ring_size: int | None = None,
+        use_checkpointing: bool | None = None, *, group: Group | ContextParallel | None = None,
         **options: Unpack[MultiheadOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange)
 
 
 def module_ranks(
-    group: Group | ContextParallel | None,
-    ring_size: int | None,
-    use_checkpointing: bool | None,
-    exchange: Exchange,
+    group: Group | ContextParallel | None, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange,
     name: str = "",
-) -> Ranks:
+) -> Ranks:  # fmt: skip
     """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
     parallel = ContextParallel() if group is None else ContextParallel.of(group)
     if name and parallel.exchange not in (None, exchange):
