@@ -53,7 +53,7 @@ PUBLIC = [
 
 # A module imports only what stands before it. A new module takes its place here.
 LAYERS = [
-    "units", "checks", "branches", "pattern", "dropout", "merge", "call", "blocks", "backends",
+    "units", "checks", "branches", "pattern", "dropout", "merge", "call", "blocks", "bands", "backends",
     "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "_explain", "streaming",
     "reference", "testing", "ranks", "nn", "compat", "charts", "models", "slides", "integrations",
     "show", "advice", "bench", "cli", "__main__",
