@@ -29,12 +29,8 @@ from dilated_attention.bench.setting import Build, Implementation, Setting, Subj
 from dilated_attention.call import Call
 from dilated_attention.distributed.sequence import shard_sequence
 from dilated_attention.functional import dilated_attention
-from dilated_attention.nn import (
-    DilatedAttention,
-    MultiheadDilatedAttention,
-    RingDilatedAttention,
-    RingMultiheadDilatedAttention,
-)
+from dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention.nn.ring import RingDilatedAttention, RingMultiheadDilatedAttention
 from dilated_attention.pattern import RULES, DilatedPattern
 
 COMPILED = "auto, compiled"  # one opaque op in a compiled graph, whatever the backend
@@ -44,21 +40,26 @@ DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
 RELEASED = "gather-pad-scatter"
 Module = TypeVar("Module", bound=nn.Module)
-MODULES: tuple[tuple[type[Any], str], ...] = (
-    (DilatedAttention, "head_groups"), (compat.ImprovedDilatedAttention, "head_groups"),
-    (RingDilatedAttention, "head_groups"), (compat.RingDilatedAttentionV2Collective, "head_groups"),
-    (compat.RingDilatedAttentionProduction, "head_groups"), (compat.RingAttentionV2Simple, "dense"),
+MODULES: tuple[type[Any], ...] = (
+    DilatedAttention, compat.ImprovedDilatedAttention, RingDilatedAttention, compat.RingDilatedAttentionV2Collective,
+    compat.RingDilatedAttentionProduction, compat.RingAttentionV2Simple,
 )  # fmt: skip
 PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
 
 
 def everything() -> list[Implementation]:
     """The yardstick first, then ours, then the baselines."""
-    modules = [
-        *(Implementation(kind.__name__, "module", rule, partial(_module, kind, rule)) for kind, rule in MODULES),
-        *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
-    ]
-    over_ranks = [_spread(one, ranks) for ranks in RANKS for one in modules if one.name.startswith("Ring")]
+    modules = []
+    for kind in MODULES:
+        rule = "dense" if kind is compat.RingAttentionV2Simple else "head_groups"
+        modules.append(Implementation(kind.__name__, "module", rule, partial(_module, kind, rule)))
+    for kind in PROJECTING:
+        modules.append(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)))
+    over_ranks = [  # the same with the sequence over processes, which meet over gloo; checked against one device
+        replace(one, name=f"{one.name}, {ranks} ranks", kind="ring", build=partial(_sharded, one.build),
+                whole=one.build, ranks=ranks)
+        for ranks in RANKS for one in modules if one.name.startswith("Ring")
+    ]  # fmt: skip
     mesh = Implementation(
         "RingAdvancedDistributedDilatedAttention, 4 ranks", "ring", "head_groups", _on_mesh, ranks=4,
         whole=partial(projecting, MultiheadDilatedAttention), why_not=_no_mesh,
@@ -74,12 +75,6 @@ def everything() -> list[Implementation]:
 def named(*names: str) -> list[Implementation]:
     found = {one.name: one for one in everything()}
     return [found[name] for name in names]
-
-
-def _spread(one: Implementation, ranks: int) -> Implementation:
-    """The same with the sequence over processes, which meet over gloo; checked against one device."""
-    name, build = f"{one.name}, {ranks} ranks", partial(_sharded, one.build)
-    return replace(one, name=name, kind="ring", build=build, whole=one.build, ranks=ranks)
 
 
 def _baselines() -> list[Implementation]:
@@ -137,11 +132,10 @@ def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> S
 
 
 def _ours(rule: str, how: str, setting: Setting) -> Subject:
-    plain = _function(partial(dilated_attention, backend="auto" if how == COMPILED else how), rule, setting)
-    if how != COMPILED:
-        return plain
+    made = _function(partial(dilated_attention, backend="auto" if how == COMPILED else how), rule, setting)
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
-    return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False)
+    return replace(made, attention=compiled(made.attention)) if how == COMPILED else made
 
 
 def _dense(setting: Setting, **options: Any) -> Subject:
@@ -195,9 +189,9 @@ def _with_parameters(made: nn.Module, pattern: DilatedPattern, attention: Attent
 
 
 def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    for weight, bias in (("qkv_proj.weight", "qkv_proj.bias"), ("in_proj_weight", "in_proj_bias")):
-        if weight in of:
-            return F.linear(x, of[weight], of[bias]).chunk(3, dim=-1)
+    for name in ("qkv_proj.", "in_proj_"):
+        if f"{name}weight" in of:
+            return F.linear(x, of[f"{name}weight"], of[f"{name}bias"]).chunk(3, dim=-1)
     return tuple(F.linear(x, of[f"{p}_proj.weight"], of[f"{p}_proj.bias"]) for p in "qkv")
 
 

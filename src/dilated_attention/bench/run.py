@@ -6,7 +6,6 @@ Legend: inputs are what the implementation takes, (B, N, H, D) each for attentio
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +23,7 @@ Measure = Callable[[], Sequence[float]]  # the milliseconds of one call or more
 Key = TypeVar("Key")
 FLUSH_BYTES = 256 << 20  # larger than any L2 cache
 LEAD = 8  # times that these are written before a long call: half a millisecond in which Python runs ahead of the device
-LONG_MS = 2.0
+LONG_MS, MOST = 2.0, 1000  # of one call, and repeats
 
 
 class Check(NamedTuple):
@@ -103,8 +102,8 @@ class Timing(NamedTuple):
 
     @staticmethod
     def of(milliseconds: Sequence[float]) -> Timing:
-        once = [*milliseconds] * (2 if len(milliseconds) == 1 else 1)  # quantiles need two
-        lower, median, upper = statistics.quantiles(once, n=4, method="inclusive")
+        quarters = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        lower, median, upper = torch.tensor(milliseconds, dtype=torch.float64).quantile(quarters).tolist()
         return Timing(median, lower, upper, len(milliseconds))
 
 
@@ -118,6 +117,11 @@ def forward_backward(
     leaves = [x.detach().requires_grad_() for x in inputs]
     wanted = [*leaves, *parameters]
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def measure_of(call: Call, device: torch.device) -> Measure:
@@ -150,29 +154,22 @@ def time_calls(
 
 
 def interleave(
-    measures: Mapping[Key, Measure],
-    *,
-    seconds: float,
-    least: int = 5,
-    most: int = 1000,
-    slow_ms: float = 1000.0,
+    measures: Mapping[Key, Measure], *, seconds: float, least: int = 5, slow_ms: float = 1000.0
 ) -> dict[Key, Timing]:
     """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
 
-    A call takes part until it has had ``least`` rounds and its share of ``seconds``, or ``most`` repeats; one slower
-    than ``slow_ms`` is measured once where its share is spent. Every other round goes backwards: nobody always follows
-    the same neighbour.
+    A call takes part until it has had ``least`` rounds and its share of ``seconds``, or MOST repeats; one slower than
+    ``slow_ms`` is measured once where its share is spent. Every other round goes backwards: nobody always follows the
+    same neighbour.
     """
     spent: dict[Key, list[float]] = {key: [] for key in measures}
-    share = 1000 * seconds / max(1, len(measures))
+    share, rounds = 1000 * seconds / max(1, len(measures)), 0
 
-    def waits(key: Key) -> bool:
-        had = spent[key]
+    def waits(had: Sequence[float]) -> bool:
         few = rounds < least and min(had, default=0) <= slow_ms
-        return len(had) < most and (few or not had or sum(had) < share)
+        return len(had) < MOST and (few or not had or sum(had) < share)
 
-    rounds = 0
-    while waiting := [key for key in measures if waits(key)]:
+    while waiting := [key for key, had in spent.items() if waits(had)]:
         for key in waiting[:: -1 if rounds % 2 else 1]:
             spent[key].extend(measures[key]())
         rounds += 1
@@ -189,8 +186,7 @@ def cpu_milliseconds(call: Call, device: torch.device) -> float:
 def _short_calls(call: Call) -> list[float]:
     from triton.testing import do_bench  # comes with the builds of torch that can use it
 
-    found: list[float] = do_bench(call, warmup=1, rep=3, return_mode="all")
-    return found
+    return do_bench(call, warmup=1, rep=3, return_mode="all")  # type: ignore[no-any-return]
 
 
 def _cuda_milliseconds(call: Call) -> float:
@@ -204,11 +200,6 @@ def _cuda_milliseconds(call: Call) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def graphed(call: Call) -> Call:

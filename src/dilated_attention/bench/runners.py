@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, Measure, cpu_milliseconds, measure_of, results
-from dilated_attention.bench.setting import BOTH, Build, Implementation, Setting, Subject, inputs
+from dilated_attention.bench.setting import BOTH, Build, Implementation, Setting, Subject
 from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import pool
 
@@ -101,7 +101,7 @@ def rank_milliseconds(call: Call) -> float:
 
 def _drop() -> None:
     _held.clear()
-    inputs.cache_clear()
+    Setting.inputs.cache_clear()
     torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
 

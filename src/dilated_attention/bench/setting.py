@@ -58,11 +58,8 @@ class Setting:
         few = replace(self, samples=min(self.samples, 2))
         odd = replace(few, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
         lengths, rates = self.segments("head_groups")  # this rule has the fewest branches, which all rules can have
-        shorter, tokens = (
-            (max(1, length // CHECK_CUT) for length in lengths),
-            min(self.tokens // CHECK_CUT, CHECK_TOKENS),
-        )
-        return [odd, replace(few, tokens=max(1, tokens), lengths=tuple(shorter), rates=rates)]
+        tokens, *shorter = (max(1, number // CHECK_CUT) for number in (self.tokens, *lengths))
+        return [odd, replace(few, tokens=min(tokens, CHECK_TOKENS), lengths=tuple(shorter), rates=rates)]
 
     def segments(self, rule: str = "longnet") -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self.lengths:
@@ -81,23 +78,17 @@ class Setting:
         size, backward = (self.tokens, self.heads, self.head_dim), direction == BOTH
         return self.samples * self.pattern(rule).flops(*size, is_causal=self.causal, backward=backward)
 
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - `release` of `runners` clears it
     def inputs(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Query, key and value, and the gradient of out."""
-        return inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)
+        """Query, key and value, and the gradient of out: one set for all implementations, which only read it."""
+        shape = (self.samples, self.tokens, self.heads, self.head_dim)
+        qkv, (dout, *_) = (make_qkv(*shape, dtype=self.dtype, device=self.device, seed=seed) for seed in (0, 1))
+        return qkv, dout
 
     def __str__(self) -> str:
         lengths, rates = (",".join(map(str, numbers)) for numbers in self.segments())
         shape = f"B={self.samples} N={self.tokens:,} H={self.heads} D={self.head_dim} w={lengths} r={rates}"
         return f"{shape} {self.dtype_name}{', causal' * self.causal}"
-
-
-@functools.lru_cache(maxsize=2)
-def inputs(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """One set for all implementations, which only read it."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    return make_qkv(*shape, **options), make_qkv(*shape, seed=1, **options)[0]
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,6 @@ def run(given: Sequence[str]) -> int:
         arguments = parser.parse_intermixed_args(words)
     except SystemExit as ended:  # of --help and --version
         return int(ended.code or 0)
-    needed = [x for x in parser._actions if x.dest in NEEDED and getattr(arguments, x.dest) is None]
-    if needed:
+    if needed := [x for x in parser._actions if x.dest in NEEDED and getattr(arguments, x.dest) is None]:
         parser.error(f"missing {', '.join('/'.join(x.option_strings) for x in needed)}")
     return arguments.run(arguments) or 0

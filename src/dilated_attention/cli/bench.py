@@ -122,12 +122,11 @@ def print_results(screen: Console, results: Record) -> None:
     if results["recommendations"]:
         _print_table(screen, "which to use", page.recommendations(results))
     screen.print("\n" + results["answer"].replace("`", ""), style="bold")
-    machine = results["machine"]
-    if machine.get("too_busy"):
-        others = machine.get("others")
-        took = "" if others is None else f": other work took {others:.0%} of its cores"
-        text = f"The machine was too busy to trust these times{took}. Run it again when idle."
-        screen.print(text, style="bold red")
+    if results["machine"].get("too_busy"):
+        took = f"other work took {results['machine']['others']:.0%} of its cores"
+        screen.print(
+            f"The machine was too busy to trust these times: {took}. Run it again when idle.", style="bold red"
+        )
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
 

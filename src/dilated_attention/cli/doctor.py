@@ -31,20 +31,19 @@ def run(given: Namespace) -> int:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         runs, verdicts = kernels(devices), dict(checks(devices))
-    failed = sum(map(bool, verdicts.values()))
-    verdict = f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed"
+    failed, count = sum(map(bool, verdicts.values())), len(verdicts)
+    verdict = f"{failed} of {count} checks failed" if failed else f"all {count} checks passed"
     said = sorted({_first_line(warning.message) for warning in told})
     if given.json:
         found = {"machine": about, "runs": runs, "checks": verdicts, "warnings": said, "verdict": verdict}
         print(json.dumps(found, indent=1))
-        return int(failed > 0)
-    print(machine.one_line(about), f"{about['system']}, {about['cores']} cores", sep="\n")
-    for title, lines in runs.items():
-        print(f"\n{title}", *lines, sep="\n    ")
-    print("\nchecks against the float64 oracle, gradients included:")
-    for what, why in verdicts.items():
-        print(f"    {what}: {why or 'exact'}")
-    print(*(f"warning: {text}" for text in said), verdict, sep="\n")
+    else:
+        print(machine.one_line(about), f"{about['system']}, {about['cores']} cores", sep="\n")
+        for title, lines in runs.items():
+            print(f"\n{title}", *lines, sep="\n    ")
+        print("\nchecks against the float64 oracle, gradients included:")
+        print(*(f"    {what}: {why or 'exact'}" for what, why in verdicts.items()), sep="\n")
+        print(*(f"warning: {text}" for text in said), verdict, sep="\n")
     return int(failed > 0)
 
 

@@ -126,8 +126,8 @@ def defaults(given: Namespace) -> dict[str, Any]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         return {name: value if value is True else str(value) for name, value in json.loads(text)["options"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{source} holds nothing that `suggest --json` wrote ({why})") from error
+        why = f"({type(error).__name__}: {error})"
+        raise ValueError(f"{source} holds nothing that `suggest --json` wrote {why}") from error
 
 
 def pattern(given: Namespace) -> DilatedPattern:

@@ -51,14 +51,13 @@ def print_table(screen: Console, title: str, columns: Sequence[str], rows: Itera
 
 
 def print_json(thing: object) -> None:
-    print(json.dumps(thing, indent=1, default=_plain))
+    def plain(thing: Any) -> Any:
+        """Of what JSON does not have: records by their fields, and anything else as text."""
+        if dataclasses.is_dataclass(thing):
+            return {x.name: getattr(thing, x.name) for x in dataclasses.fields(thing) if x.repr}
+        return dict(thing) if isinstance(thing, Mapping) else str(thing).removeprefix("torch.")
 
-
-def _plain(thing: Any) -> Any:
-    """Of what JSON does not have: records by their fields, and anything else as text."""
-    if dataclasses.is_dataclass(thing):
-        return {x.name: getattr(thing, x.name) for x in dataclasses.fields(thing) if x.repr}
-    return dict(thing) if isinstance(thing, Mapping) else str(thing).removeprefix("torch.")
+    print(json.dumps(thing, indent=1, default=plain))
 
 
 def print_written(screen: Console, folder: Path, files: Sequence[Path]) -> None:

@@ -25,7 +25,7 @@ from torch.utils.benchmark import timer
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed, synchronise
 from dilated_attention.bench.session import LONG, Row, Session, Step
-from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, inputs
+from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
 from dilated_attention.streaming import stream
@@ -187,7 +187,7 @@ def of_packed(session: Session, what: str, rule: str, setting: Setting, lengths:
     alike = bisect.bisect_left(range(sum(lengths)), sum(map(pairs, lengths)), key=pairs)
     for name, sizes in (("packed", lengths), ("one with as many pairs", [alike])):
         yield [what, name, sum(sizes), *measure_packed(session, replace(setting, tokens=sum(sizes)), rule, [*sizes])]
-        inputs.cache_clear()
+        Setting.inputs.cache_clear()
 
 
 def measure_packed(session: Session, setting: Setting, rule: str, lengths: list[int]) -> list[Any]:
