@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, explain, functional, testing
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.ranks import RanksFailed, pool
+from dilated_attention.resolve import Options
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import EXCHANGES, Case
@@ -235,8 +237,9 @@ def stats_here(case: Case) -> list[tuple[int, ...]]:
     _, leaves, dout, _ = here(case)
     padding = case.padding()
     padding = None if padding is None else padding[:, shard]
-    given = (case.the_pattern(), case.is_causal, None, 0.0, padding, True, "auto", None)
-    out, _ = functional.attend(*leaves, *given, ranks)
+    out, _ = functional.attend(
+        Inputs(*leaves, padding), Options(case.the_pattern(), case.is_causal, enable_gqa=True), ranks
+    )
     forward = replace(ranks.stats)
     out.backward(dout)
     return [

@@ -216,11 +216,11 @@ def watched(name: str, fails: Callable[[int, int], bool] = lambda call, heads: F
     heads: list[int] = []
     original = getattr(sdpa, name)
 
-    def counted(kernels: Any, *args: Any) -> Any:
-        heads.append(args[1 if name == "forward" else 2].shape[2])
+    def counted(kernels: Any, problem: Any, *results: Any) -> Any:
+        heads.append(problem.k.shape[2])
         if fails(len(heads), heads[-1]):
             raise torch.OutOfMemoryError("the needle")
-        return original(kernels, *args)
+        return original(kernels, problem, *results)
 
     with mock.patch.object(sdpa, name, counted):
         yield heads
