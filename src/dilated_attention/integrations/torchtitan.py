@@ -49,11 +49,10 @@ class DilatedAttention(VarlenAttention):
         if isinstance(q, DTensor):
             raise TypeError("dilated attention got a DTensor: it does not work with torchtitan's context parallelism")
         borders = attention_masks.cu_seq_q if attention_masks.cu_seq_q_host is None else attention_masks.cu_seq_q_host
-        rows = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
+        shape, (q, k, v) = q.shape, (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         out, lse = dilated_attention(
-            rows[0], rows[1], rows[2], self.pattern, is_causal=True, scale=scale, enable_gqa=True, cu_seqlens=borders,
-            return_lse=True,
-        )  # fmt: skip
+            q, k, v, self.pattern, is_causal=True, scale=scale, enable_gqa=True, cu_seqlens=borders, return_lse=True
+        )
         if (transform := options.get("out_transform")) is not None:
-            out = transform(out.view(q.shape), lse.view(q.shape[:3]))
-        return out.view(q.shape)
+            out = transform(out.view(shape), lse.view(shape[:3]))
+        return out.view(shape)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dilated_attention import functional
 from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import accumulate_dtype
 from dilated_attention.models.layers import SelfAttention
 from dilated_attention.resolve import Options
 
@@ -62,9 +63,10 @@ def attention_map(
     pattern, row, heads = attention.pattern, row_of(query, tokens - 1), attention.num_heads
     which = range(len(layers)) if layer is None else [_index("layer must be", layer, -len(layers), len(layers))]
     some = slice(None) if head is None else _index("head must be", head, -heads, heads)
-    asked = [{"query": row, "head": index, "num_tokens": tokens, "num_heads": heads} for index in range(heads)]
-    zero_keys = states[0].new_tensor([pattern.zero_keys(**one) if pattern.adds_zeros else 0 for one in asked])
-    one, found = zero_keys.new_ones(1, dtype=_wide(states[0])), []
+    asked = {"num_tokens": tokens, "num_heads": heads}
+    counts = [pattern.zero_keys(row, index, **asked) if pattern.adds_zeros else 0 for index in range(heads)]
+    zero_keys, found = states[0].new_tensor(counts, dtype=accumulate_dtype(states[0].dtype)), []
+    one = torch.ones_like(zero_keys[:1])
     for number in which:
         weights, lse = _weights_of_keys(layers[number], states[number], one, row)
         zeros = (zero_keys * (-lse[0, 0]).exp()).masked_fill(zero_keys == 0, 0.0)  # their score is 0
@@ -78,14 +80,10 @@ def rollout(layers: Iterable[Any], states: Sequence[Tensor], start: Tensor) -> A
 
     A row r becomes (r + Aᵀr) / 2, with A the mean of the heads' attention.
     """
-    row = start = start.to(_wide(start))
+    row = start
     for layer, x in reversed(list(zip(layers, states, strict=True))):
         row = (row + _weights_of_keys(layer, x, row)[0].mean(0)) / 2
     return AttentionMap(row[1:], row[0], (start.sum() - row.sum()).clamp(min=0))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _weights_of_keys(layer: Any, x: Tensor, row: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -96,7 +94,7 @@ def _weights_of_keys(layer: Any, x: Tensor, row: Tensor, first: int = 0) -> tupl
     attention: SelfAttention = layer.self_attn
     q, k, _ = (part.to(row.dtype) for part in attention.project(layer.self_attn_layer_norm(x)))
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
-        q, k = (part.clone() if part.is_inference() else part.detach() for part in (q[:, first : first + len(row)], k))
+        q, k = q[:, first : first + len(row)].clone(), k.clone()
         v = torch.zeros_like(k, requires_grad=True)
         out, lse = functional.attend(Inputs(q, k, v), Options(attention.pattern, query_offset=first), warns=False)
         gradient = torch.zeros_like(out)

@@ -22,10 +22,10 @@ class LongNetViT(SlideEncoder):
 
 
 def create_model(
-    pretrained: str | os.PathLike[str],
+    pretrained: weights.File,
     model_arch: str,
     in_chans: int,
-    local_dir: str | os.PathLike[str] | None = None,
+    local_dir: weights.File | None = None,
     **kwargs: Any,
 ) -> LongNetViT:
     """Makes a released model by its name, in training mode as the released code gives it: call ``.eval()``.
@@ -39,13 +39,12 @@ def create_model(
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     make = partial(LongNetViT.preset, model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
-    pretrained = os.fspath(pretrained)
-    if not pretrained:
+    if not os.fspath(pretrained):
         return make()
     path = weights.located(pretrained)
     model = weights.load(make, *weights.read(path))
     if local_dir is not None and not Path(pretrained).exists():
-        target = Path(local_dir) / weights.FILE
+        target = Path(local_dir) / weights.RELEASED
         if not target.exists():
             write(target, path.read_bytes())
     return model

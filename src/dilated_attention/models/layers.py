@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
@@ -29,6 +30,7 @@ from dilated_attention.resolve import Options, computed_dtype
 from dilated_attention.ring.run import Ranks
 
 CuSeqlens = Sequence[int] | Tensor
+Over = Group | ContextParallel | None  # the ranks of which each has a shard of every sequence
 
 
 @dataclass(frozen=True)
@@ -36,26 +38,27 @@ class Sequences:
     """What the rows of x are: by default B sequences of equal length."""
 
     bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
-    group: Group | ContextParallel | None = None  # the ranks of which this one has a shard of each sequence
+    group: Over = None
     backend: Backend = "auto"
-
-    def process_group(self) -> dist.ProcessGroup:
-        assert self.group is not None
-        return ContextParallel.of(self.group).process_group()
 
     @property
     def firsts(self) -> int:
         """How many rows come before the tiles of a shard: the class token, on the first rank."""
-        return int(self.group is None or self.process_group().rank() == 0)
+        group = process_group(self.group)
+        return int(group is None or group.rank() == 0)
 
     def apart(self, x: Tensor) -> tuple[Tensor, ...]:
         """The rows of each sequence, (N, C)."""
         return x.unbind() if self.bounds is None else x[0].tensor_split(self.bounds[1:-1])
 
 
+def process_group(over: Over) -> dist.ProcessGroup | None:
+    return None if over is None else ContextParallel.of(over).process_group()
+
+
 def attend_whole(
-    pattern: Pattern, is_causal: bool, group: Group | ContextParallel | None, cu_seqlens: CuSeqlens | None,
-    padding: Tensor | None, backend: Backend, q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern, is_causal: bool, group: Over, cu_seqlens: CuSeqlens | None, padding: Tensor | None,
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
     return functional.attend(  # short ones have fewer tokens than heads: nobody is to be warned of it
@@ -66,7 +69,7 @@ def attend_whole(
 
 def mean_of(x: Tensor, padding: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     """(B, C): the mean of the rows of x that are no padding; over a group, of the rows of all ranks."""
-    wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot count beyond 65,504
+    wide = accumulate_dtype(x.dtype)  # half precision cannot count beyond 65,504
     count = x.new_full((len(x), 1), x.shape[1], dtype=wide)
     if padding is not None:
         x = x.masked_fill(padding.unsqueeze(-1), 0.0)  # not times 0: padding may be NaN
@@ -166,7 +169,7 @@ class Layer(nn.Module):
         self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
         self.ffn = FeedForward(embed_dim, ffn_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
-        self.dropout, self.drop_path = checked_probability(dropout, "dropout"), drop_path
+        self.dropout, self.drop_path = dropout, drop_path
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
@@ -187,8 +190,7 @@ def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
     """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
     sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
     kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)
-    if rows.group is not None:  # all ranks of a sequence must draw the same
-        group = rows.process_group()
+    if (group := process_group(rows.group)) is not None:  # all ranks of a sequence must draw the same
         sent = kept.to(wire_device(group, kept.device))
         dist.broadcast(sent, group=group, group_src=0)
         kept = sent.to(kept.device)

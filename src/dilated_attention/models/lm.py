@@ -14,15 +14,11 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.call import checked_cu_seqlens
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group
 from dilated_attention.models import generate
-from dilated_attention.models.layers import CuSeqlens, attend_whole, mean_of
+from dilated_attention.models.layers import CuSeqlens, Over, attend_whole, mean_of, process_group
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.resolve import cu_seqlens_on_host
-
-Over = Group | ContextParallel
 
 
 class LongNetLM(Trunk):
@@ -58,7 +54,7 @@ class LongNetLM(Trunk):
         *,
         positions: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
-        group: Over | None = None,
+        group: Over = None,
         chunk: int = 8192,
         reduction: Literal["none", "sum"] = "none",
     ) -> Tensor:
@@ -110,7 +106,7 @@ class LongNetEncoder(Trunk):
         key_padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
-        group: Over | None = None,
+        group: Over = None,
     ) -> Tensor:
         """Returns the state of each token, (B, n, E).
 
@@ -127,13 +123,12 @@ class LongNetEncoder(Trunk):
         if options.get("cu_seqlens") is not None:
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
-        over = options.get("group")
-        return mean_of(states, key_padding_mask, None if over is None else ContextParallel.of(over).process_group())
+        return mean_of(states, key_padding_mask, process_group(options.get("group")))
 
 
 def states_of(
     model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, documents: CuSeqlens | None,
-    group: Over | None, padding: Tensor | None = None,
+    group: Over, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The states of whole sequences or documents, or of this rank's shards of them."""
     with functional.telling(group, tokens):
@@ -145,7 +140,7 @@ def states_of(
     )
 
 
-def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over | None) -> Tensor:
+def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over) -> Tensor:
     """Those given, or those of whole sequences or documents."""
     if tokens.dim() != (3 if tokens.is_floating_point() else 2):
         raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
@@ -154,7 +149,8 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
         if positions.shape not in ((n,), (samples, n)):
             raise ValueError(f"positions must be ({n},) or ({samples}, {n}), got {tuple(positions.shape)}")
         return positions
-    if group is not None and ContextParallel.of(group).process_group().size() > 1:
+    ranks = process_group(group)
+    if ranks is not None and ranks.size() > 1:
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
     if documents is None:
         return torch.arange(n, device=tokens.device)

@@ -6,7 +6,6 @@ Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 +
 from __future__ import annotations
 
 import math
-import os
 from collections import OrderedDict
 from functools import partial
 from itertools import accumulate
@@ -18,17 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
+from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import check_flag, check_int, checked_probability, checked_scale
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Sequences, mean_of, stacked
+from dilated_attention.models.layers import Over, Sequences, mean_of, process_group, stacked
 from dilated_attention.models.positions import TileSize
 from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import Options, check_options
 
-Over = Group | ContextParallel | None
 PRESETS: dict[str, dict[str, int]] = {
     "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
     "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
@@ -120,7 +118,7 @@ class SlideEncoder(nn.Module):
         return cls(**{**PRESETS[name], **sizes}, global_pool=global_pool)
 
     @classmethod
-    def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], *, global_pool: bool, **sizes: Any) -> Self:
+    def from_pretrained(cls, path_or_hub_id: weights.File, *, global_pool: bool, **sizes: Any) -> Self:
         """Loads the model of a file, in eval mode.
 
         Args:
@@ -194,7 +192,7 @@ class SlideEncoder(nn.Module):
         the keys, averaged over the heads. ``query``: "cls", a tile's index or "mean"; by default what the model pools.
         """
         states = self._explained(tiles, coords, tile_size)
-        start = torch.zeros_like(states[0][0, :, 0], dtype=torch.promote_types(states[0].dtype, torch.float32))
+        start = torch.zeros_like(states[0][0, :, 0], dtype=accumulate_dtype(states[0].dtype))
         query = ("mean" if self.global_pool else "cls") if query is None else query
         start[slice(1, None) if query == "mean" else explain.row_of(query, len(start) - 1)] = 1
         return explain.rollout(self.encoder.layers, states, start / start.sum())
@@ -268,14 +266,12 @@ class SlideEncoder(nn.Module):
 
     def _pooled(self, x: Tensor, rows: Sequences) -> Tensor:
         """(B, C): the mean of the tiles, or the class token."""
-        if rows.group is None:
+        group, firsts = process_group(rows.group), rows.firsts
+        if group is None:
             slides = rows.apart(x)
             return torch.stack([slide[1:].mean(0) if self.global_pool else slide[0] for slide in slides])
         # from shards: gradients come out right if the trainer averages them over the ranks
-        group, firsts = rows.process_group(), rows.firsts
-        if not self.global_pool:
-            return gather_sequence(x[:, :firsts], group)[:, 0]
-        return mean_of(x[:, firsts:], None, group)
+        return mean_of(x[:, firsts:], None, group) if self.global_pool else gather_sequence(x[:, :firsts], group)[:, 0]
 
     def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Sequences) -> Tensor:
         """The tiles' rows without the class token, where the tiles were."""

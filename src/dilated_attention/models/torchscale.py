@@ -6,9 +6,8 @@ Legend: tokens (B, N) integers; x (B, N, C).
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
@@ -71,7 +70,7 @@ class LongNet(nn.Module):
     @classmethod
     def from_torchscale(
         cls,
-        source: Mapping[str, Tensor] | str | os.PathLike[str],
+        source: weights.Source,
         *,
         num_heads: int,
         segment_lengths: Iterable[int],
@@ -137,7 +136,7 @@ def _table(state: weights.State, name: str, kind: Callable[[int, int], Any] = nn
 
 
 def longvit_encoder(
-    source: Mapping[str, Tensor] | str | os.PathLike[str], *, image_size: int, num_heads: int = 16, **options: Any
+    source: weights.Source, *, image_size: int, num_heads: int = 16, **options: Any
 ) -> tuple[LongNetEncoder, dict[str, Tensor]]:
     """Loads the encoder of a LongViT; returns it, and all other weights (embeddings, heads) by their names.
 

@@ -50,31 +50,29 @@ class Checkpoints:
 
     def last(self) -> str:
         """The newest one, for messages."""
-        return str(self.whole()[-1]) if self.whole() else "none"
+        return str(max(self.whole(), default="none"))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write ``state``, which is whole on the first rank. If that fails, older checkpoints are as they were."""
         with together("Checkpoints.save()"):
-            if dist.get_rank() == 0:
-                self._write(step, state)
-
-    def _write(self, step: int, state: dict[str, Any]) -> None:
-        part = self.folder / "unfinished.pt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                torch.save({"facts": self.facts, "step": step, **state}, file)
-            os.replace(part, self.folder / f"step-{step:08}.pt")
-            for old in self.whole()[:-2]:
-                old.unlink()
-        except (OSError, RuntimeError) as error:  # torch's own, if the disk is full
-            said = f"step {step} could not be saved; the last good checkpoint is {self.last()}"
-            raise OSError(f"{said}: {error.__context__ or error}") from error
+            if dist.get_rank():
+                return
+            part = self.folder / "unfinished.pt"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with part.open("wb") as file:
+                    torch.save({"facts": self.facts, "step": step, **state}, file)
+                os.replace(part, self.folder / f"step-{step:08}.pt")
+                for old in self.whole()[:-2]:
+                    old.unlink()
+            except (OSError, RuntimeError) as error:  # torch's own, if the disk is full
+                said = f"step {step} could not be saved; the last good checkpoint is {self.last()}"
+                raise OSError(f"{said}: {error.__context__ or error}") from error
 
     def load(self) -> dict[str, Any] | None:
         """What the newest checkpoint holds; None: there is none. One of other facts is an error, and a damaged one."""
         with together("Checkpoints.load()") as same:
-            last = self.whole()[-1] if self.whole() else None
+            last = max(self.whole(), default=None)
             same["the newest checkpoint"] = last and last.name
             return None if last is None else self._read(last)
 

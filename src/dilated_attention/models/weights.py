@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dilated_attention.charts import library, write
 
-FILE = "slide_encoder.pth"  # what the released repositories call it
-FILES = ("slide_encoder.safetensors", FILE)
+RELEASED = "slide_encoder.pth"  # what the released repositories call it
+FILES = ("slide_encoder.safetensors", RELEASED)
 HUB = "hf_hub:"
 ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
 # what torch and safetensors raise for files that are damaged, or made to look like weights
@@ -27,10 +27,12 @@ DAMAGED = (
     ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
 )  # fmt: skip
 State = dict[str, Tensor]
+File = str | os.PathLike[str]
+Source = Mapping[str, Tensor] | File  # of weights
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def located(path_or_hub_id: str | os.PathLike[str]) -> Path:
+def located(path_or_hub_id: File) -> Path:
     """The file: as named, or in the folder named, or downloaded into the hub's cache where a hub id is given.
 
     A hub id is ``hf_hub:org/name``, or ``org/name`` where no such file is here, nor a folder ``org``: that would be a
@@ -45,7 +47,7 @@ def located(path_or_hub_id: str | os.PathLike[str]) -> Path:
         folder = f"a folder with {' or '.join(FILES)}"
         raise ValueError(f"there are no weights at {text!r}: name a file, {folder}, or a hub id (hf_hub:org/name)")
     try:
-        return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
+        return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), RELEASED))
     except (OSError, ValueError) as error:  # no connection, no such repository, or no access to it
         raise ValueError(f"{text.removeprefix(HUB)} could not be downloaded from the hub: {short(error)}") from error
 
@@ -59,7 +61,7 @@ def short(text: object) -> str:
     return textwrap.shorten(str(text), 300, placeholder=" ...")
 
 
-def read(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> tuple[State, str]:
+def read(source: Source) -> tuple[State, str]:
     """The state dict given or in a file, where it may be under the key `model`; and its name."""
     found: Any = source
     said = "the state dict"

@@ -83,7 +83,9 @@ def run(job: Job, paths: Sequence[Path], outcome: Outcome, *, tile_size: float |
             (outcome.kept if _is_there(job, slide) else todo).append(slide)
     total, tiles, start = sum(slide.tiles for slide in todo), 0, time.monotonic()
     watch(0, 0, 0.0, 0.0)
-    planned = batches(todo, tile_bytes(job.model), job.budget)
+    # what a tile takes in a layer, about: its hidden row, in float32 and in the model's dtype, and its features
+    per_tile = 24 * (job.model.patch_embed.proj.in_features + job.model.encoder.layers[0].ffn.fc1.out_features)
+    planned = batches(todo, per_tile, job.budget)
     for batch, ready in zip(planned, _read_ahead(job, planned, outcome), strict=True):
         _finish(job, ready, outcome)
         tiles += sum(slide.tiles for slide in batch)
@@ -126,14 +128,6 @@ def _memory() -> Iterator[None]:
 
 
 # --- batches ----------------------------------------------------------------------------------------------------
-
-
-def tile_bytes(model: SlideEncoder) -> int:
-    """About how much one tile takes while it goes through a layer."""
-    layer: Any = model.encoder.layers[0]
-    size, width, inner = model.cls_token.element_size(), model.embed_dim, int(layer.ffn.fc1.out_features)
-    features = int(model.patch_embed.proj.in_features) * (4 + size)  # as read, and in the model's dtype
-    return features + 10 * size * width + (8 + 2 * size) * inner  # GELU is in float32
 
 
 def batches(slides: Sequence[Slide], per_tile: int, budget: int) -> list[list[Slide]]:
@@ -190,14 +184,15 @@ def _finish(job: Job, batch: list[Read], outcome: Outcome) -> None:
 @torch.inference_mode()
 def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> list[Tensor]:
     """The embeddings, on the host. Slides are packed: none depends on the others."""
-    lengths = torch.tensor([slide.tiles for slide, _, _ in slides])
+    said, tiles, coords = zip(*slides, strict=True)
+    lengths = torch.tensor([*map(len, tiles)])
     mask = torch.arange(int(lengths.max())) >= lengths[:, None]
     found = model(
-        pad_sequence([tiles.to(model.cls_token) for _, tiles, _ in slides], batch_first=True),
-        pad_sequence([coords for _, _, coords in slides], batch_first=True),
+        pad_sequence([*tiles], batch_first=True).to(model.cls_token),
+        pad_sequence([*coords], batch_first=True),
         all_layer_embed=layer is not None,
         padding_mask=mask if bool(mask.any()) else None,
-        tile_size=[slide.tile_size for slide, _, _ in slides],
+        tile_size=[slide.tile_size for slide in said],
     )[-1 if layer is None else layer]
     return [*found.cpu()]
 

@@ -102,22 +102,21 @@ def codes(weights: Tensor) -> tuple[bytes, bytes]:
 
 def page(maps: Maps) -> str:
     """The whole page as one HTML text that loads nothing."""
-    _, layers, heads, tiles = maps.weights.tiles.shape
+    sizes: Any = dict(zip(("layers", "heads", "tiles"), maps.weights.tiles.shape[1:], strict=True))
+    on_cls, zeros = (part.double().flatten(1).round(decimals=6).tolist() for part in maps.weights[1:])
     data = {
-        "tiles": tiles,
-        "layers": layers,
-        "heads": heads,
+        **sizes,
         "queries": [-1 if query == "cls" else query for query in maps.queries],
         "coords": maps.coords.flatten().tolist(),
         "tileSize": maps.tile_size,
         "frame": maps.frame,
         "step": STEP,
         "rows": [[base64.b64encode(part).decode() for part in codes(row)] for row in maps.weights.tiles],
-        "zeroShare": [[round(share, 6) for share in row.flatten().tolist()] for row in maps.weights.zeros],
-        "clsShare": [[round(share, 6) for share in row.flatten().tolist()] for row in maps.weights.cls],
+        "zeroShare": zeros,
+        "clsShare": on_cls,
         "thumbnail": maps.thumbnail.url() if maps.thumbnail else None,
     }
-    return charts.page(PAGE, data, maps=maps, tiles=tiles, layers=layers, heads=heads)
+    return charts.page(PAGE, data, maps=maps, **sizes)
 
 
 def content(maps: Maps) -> dict[str, bytes]:

@@ -44,7 +44,7 @@ BREAKS = (
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, **options: Any,
+    dropout: float = 0.0, group: Any = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
@@ -61,9 +61,8 @@ def attention(
     if looks:
         if kept is not None:
             kept.check_past(grid, len(query))
-        check_positions(options.get("position_ids"), len(query), grid, options)
+        check_positions(options.get("position_ids"), len(query), grid, group)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    group = options.get("group")
     out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
         out, _ = functional.with_sinks(out, lse, options["s_aux"])
@@ -146,7 +145,7 @@ def attend(
     return out, lse
 
 
-def check_positions(positions: Tensor | None, samples: int, grid: Grid, options: dict[str, Any]) -> None:
+def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: Any) -> None:
     """Raise if position_ids do not fit the grid: they must grow by 1 and go on after the cache, or a document begins.
 
     Compiled code has no numbers to look at: it checks nothing, but for the shards of a group.
@@ -154,8 +153,8 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, options:
     if positions is None or positions.dim() != 2 or not positions.shape[1]:
         return
     positions = positions.expand(samples, -1)
-    if options.get("group") is not None:
-        _check_shard(positions, options["group"])
+    if group is not None:
+        _check_shard(positions, group)
         return
     if torch.compiler.is_compiling():
         return

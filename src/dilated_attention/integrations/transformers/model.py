@@ -189,7 +189,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
-        kwargs["group"] = group
         with telling(group, input_ids):
             cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
@@ -200,7 +199,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 cache.layers[0].check_past(grid, len(tokens))
         positions = grid.positions(len(tokens), tokens.device) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
-            attention.check_positions(positions, len(tokens), grid, kwargs)
+            attention.check_positions(positions, len(tokens), grid, group)
         states = self.lm.states(tokens, positions, self._attends(grid, cache, group), apart=cache is not None)
         if labels is None and shift_labels is None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
