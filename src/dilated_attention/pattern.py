@@ -297,11 +297,11 @@ class Pattern:
     def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
         """Draws which keys each query sees, as an Altair chart for a notebook.
 
-        By default it draws as many tokens as show the pattern, 512 at most, and up to four heads, or so many that each
-        branch has one. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
-        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
-        so many shards; ``colour``: the largest "share" of a cell's pairs that one branch shows (default), or the first
-        "branch" that shows any.
+        By default it draws the tokens of the longest segment, 512 at most, or 256 of a union; and four heads, or more
+        where branches need them. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as
+        this one; ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the
+        borders of so many shards; ``colour``: the largest "share" of a cell's pairs that one branch shows (default), or
+        the first "branch" that shows any.
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")

@@ -125,10 +125,10 @@ def test_a_notebook_gets_a_chart() -> None:
     divided = DilatedPattern.head_groups([2, 4096], [1, 512])
     for made, view in (
         (PATTERN.plot(is_causal=True), View(PATTERN, 64, 4, is_causal=True)),
-        (plot(divided), View(divided, 512, 2)),  # 512 tokens, a head per branch
+        (plot(divided), View(divided, 512, 4)),
         (plot(PATTERN, 16, 2, colour="branch"), View(PATTERN, 16, 2, colour="branch")),
-        (UNION.plot(is_causal=True), View(UNION, 512, 4, is_causal=True)),
-        (Pattern([Window(3, heads=[5])]).plot(), View(Pattern([Window(3, heads=[5])]), 64, 6)),
+        (UNION.plot(is_causal=True), View(UNION, 256, 4, is_causal=True)),
+        (Pattern([Window(3, heads=[5])]).plot(), View(Pattern([Window(3, heads=[5])]), 256, 6)),
     ):
         assert made.to_dict()["title"] == panels(view)["title"]
 

@@ -21,15 +21,11 @@ ENDINGS = (".html", ".svg", ".png")
 
 def plot(pattern: Pattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
     """An Altair chart of a pattern; ``options`` are those of `View`."""
-    if isinstance(pattern, DilatedPattern):
-        longest, rates = max(pattern.segment_lengths), pattern.dilation_rates
-        different = len(rates) if pattern.head_rule.splits_heads else min(4, max(rates))
-    else:
-        numbers = [x for branch in pattern.listed for x in branch.to_dict().values() if isinstance(x, int)]
-        longest = max([32, *numbers]) * 2
-        different = max([4, *(head + 1 for branch in pattern.listed for head in branch.members)])
-    tokens = min(longest, MOST_CELLS) if tokens is None else tokens
-    view = View(pattern, tokens, different if heads is None else heads, **options)
+    if tokens is None:
+        tokens = min(max(pattern.segment_lengths) if isinstance(pattern, DilatedPattern) else 256, MOST_CELLS)
+    if heads is None:
+        heads = max([4, len(pattern.branches), *(head + 1 for branch in pattern.listed for head in branch.members)])
+    view = View(pattern, tokens, heads, **options)
     return charts.library("altair").Chart.from_dict(chart.panels(view))
 
 

@@ -1,80 +1,68 @@
 """How many (query, key) pairs of a branch are in each cell of a picture, and how large a cell is.
 
 Queries and keys are cut by the same edges into stretches of tokens. The pairs are those of the branch's rectangles, of
-which no work grows with the number of tokens: repeats that lie in one cell are counted together, and of a band only the
-cells at its sides need more than a product.
+which no work grows with the number of tokens: repeats that lie in one cell are counted together.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from dilated_attention.branches import Branch
 from dilated_attention.branches.base import Rect, Rows
 
 OVERVIEW = 128  # stretches of several tokens
 
 
-def pairs_in_cells(rects: Iterable[Rect], edges: Sequence[int]) -> Tensor:
-    """(stretches of queries, stretches of keys): the pairs of these rectangles, in float64, which does not overflow."""
-    cells = len(edges) - 1
-    counts = torch.zeros(cells, cells, dtype=torch.float64)
-    for rect in rects:
+@functools.lru_cache(maxsize=16)  # of one head the next has many branches, too
+def shares(branch: Branch, head: int, tokens: int, is_causal: bool, edges: tuple[int, ...]) -> Tensor:
+    """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch shows, 0 to 1."""
+    lengths, alone = torch.tensor(edges).diff().double(), defaultdict[tuple[int, int], float](float)
+    counts = torch.zeros(len(lengths), len(lengths), dtype=torch.float64)  # which does not overflow
+    for rect in branch.rects(head, range(edges[0], edges[-1]), tokens, is_causal):
         pairs = float(rect._replace(repeats=1).pairs())
-        for index in range(rect.repeats) if rect.repeats <= cells else _add_many(counts, rect, pairs, edges):
-            one = rect.some(index, index + 1)
-            queries, keys = (rows.inside(edges[0], edges[-1]) for rows in one[:2])
-            if pairs and queries.length and keys.length:
-                _add(counts, one._replace(queries=queries, keys=keys), edges)
-    return counts
+        for first, stop in _runs(rect, edges) if pairs else ():
+            one = rect.some(first, first + 1)
+            places = [(bisect_right(edges, rows.start), bisect_right(edges, rows.last)) for rows in one[:2]]
+            (i, last), (j, right) = places
+            if (i, j) == (last, right):
+                alone[i - 1, j - 1] += pairs * (stop - first)
+                continue
+            down, across = (slice(max(0, start - 1), last) for start, last in places)
+            at = edges[down.start]  # from here on, so that repeats are alike
+            sides = (tuple(edge - at for edge in edges[x.start : x.stop + 1]) for x in (down, across))
+            counts[down, across] += _spread(one.moved(-at), *sides)
+    inside = [(*cell, pairs) for cell, pairs in alone.items() if 0 <= min(cell) and max(cell) < len(counts)]
+    i, j, numbers = torch.tensor(inside, dtype=torch.float64).view(-1, 3).T
+    counts.index_put_((i.long(), j.long()), numbers, accumulate=True)
+    return counts / (lengths[:, None] * lengths)
 
 
-def _add_many(counts: Tensor, rect: Rect, pairs: float, edges: Sequence[int]) -> Iterator[int]:
-    """Count the repeats that lie in one cell each; the others are still to be counted."""
-    cuts, period = torch.tensor(edges), rect.period
-    tokens = torch.tensor([token for rows in rect[:2] for token in (rows.start, rows.last)])
-    # the first repeats that have no row before an edge, or whose last row is not before it: from one of all these to
-    # the next, repeats lie in the same cells
-    firsts = (-((tokens - cuts[:, None]) // period)).clamp(0, rect.repeats)
-    runs = torch.tensor(sorted({0, rect.repeats, *firsts.flatten().tolist()}))
-    i, last, j, right = torch.searchsorted(cuts, tokens[:, None] + runs[:-1] * period, right=True) - 1
-    is_shown = (i >= 0) & (i < len(counts)) & (j >= 0) & (j < len(counts))
-    alone = (i == last) & (j == right)
-    found = alone & is_shown
-    counts.index_put_((i[found], j[found]), runs.diff()[found].double() * pairs, accumulate=True)
-    for first, stop in torch.stack([runs[:-1], runs[1:]], 1)[~alone].tolist():
-        yield from range(first, stop)
-
-
-def _add(counts: Tensor, rect: Rect, edges: Sequence[int]) -> None:
-    """Count the pairs of one rectangle in each cell that it meets."""
-    (down, down_stop), (across, across_stop) = (
-        (_stretch(x.start, edges), _stretch(x.last, edges) + 1) for x in rect[:2]
-    )
-    if (down_stop, across_stop) == (down + 1, across + 1):
-        counts[down, across] += float(rect.pairs())
-        return
-    at = edges[down]  # from here on, so that repeats are alike
-    sides = (tuple(x - at for x in some) for some in (edges[down : down_stop + 1], edges[across : across_stop + 1]))
-    one = rect._replace(queries=rect.queries.moved(-at), keys=rect.keys.moved(-at))
-    counts[down:down_stop, across:across_stop] += _spread(one, *sides)
-
-
-def _stretch(token: int, edges: Sequence[int]) -> int:
-    return bisect_right(edges, token) - 1
+def _runs(rect: Rect, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The repeats in runs, [first, stop): those of a run lie in the same cell each, or are one only."""
+    cuts = {*range(min(rect.repeats, len(edges))), rect.repeats}
+    for rows, edge in itertools.product(rect[:2], edges if len(cuts) <= rect.repeats else ()):
+        # the first whose last row is not before the edge, and the first that has no row before it
+        first, after = (-((token - edge) // rect.period) for token in (rows.last, rows.start))
+        cuts.update(range(max(0, first), min(after, rect.repeats) + 1))
+    return itertools.pairwise(sorted(cuts))
 
 
 @functools.lru_cache(maxsize=8)
 def _spread(rect: Rect, down: tuple[int, ...], across: tuple[int, ...]) -> Tensor:
-    """The pairs of a rectangle in each cell between these edges."""
+    """The pairs of one rectangle in each cell between these edges."""
     (rows, first, last), (columns, left, right) = _in_stretches(rect.queries, down), _in_stretches(rect.keys, across)
     counts = rows[:, None].double() * columns
-    least, most = left - last[:, None], right - first[:, None]  # key - query of a cell's corners
-    low, high = least.min() if rect.low is None else rect.low, most.max() if rect.high is None else rect.high
+    least, most = left - last[:, None], right - first[:, None]  # key - query in the corners of a cell
+    low, high = (-math.inf if rect.low is None else rect.low, math.inf if rect.high is None else rect.high)
     counts[(most < low) | (least > high)] = 0
     for i, j in ((counts > 0) & ((least < low) | (most > high))).nonzero().tolist():
         queries, keys = rect.queries.inside(*down[i : i + 2]), rect.keys.inside(*across[j : j + 2])

@@ -135,27 +135,15 @@ class View:
 
     def _picture(self, heads: list[int]) -> Picture:
         head, cells = self._kv_head(heads[0]), len(self.edges) - 1
-        share, count = torch.zeros(2, cells, cells, dtype=torch.float64)
+        share, times = torch.zeros(2, cells, cells, dtype=torch.float64)
         first = torch.full((cells, cells), -1)
         for index, branch in enumerate(self.branches):
             if head in branch.members:
-                shown = self._shares(index, branch.offset_of(head), head)
+                alike = next(x for x in branch.members if branch.offset_of(x) == branch.offset_of(head))
+                shown = counts.shares(branch, alike, self.tokens, self.is_causal, self.edges)
                 first[(first < 0) & (shown > 0)] = index
-                share, count = torch.maximum(share, shown), count + shown
-        return Picture([*heads], share, first, count)
-
-    def _shares(self, branch: int, offset: int, head: int) -> Tensor:
-        """The share of each cell's pairs that a branch shows to the heads of this offset, of which ``head`` is one."""
-        if self._last.get(branch, (None,))[0] != offset:
-            rects = self.branches[branch].rects(head, range(*self.shown), self.tokens, self.is_causal)
-            lengths = torch.tensor(self.edges).diff().double()
-            self._last[branch] = offset, counts.pairs_in_cells(rects, self.edges) / (lengths[:, None] * lengths)
-        return self._last[branch][1]
-
-    @cached_property
-    def _last(self) -> dict[int, tuple[int, Tensor]]:
-        """Of each branch the last offset, and its shares: many branches have one only."""
-        return {}
+                share, times = torch.maximum(share, shown), times + shown
+        return Picture([*heads], share, first, times)
 
     @property
     def cell_size(self) -> int:
