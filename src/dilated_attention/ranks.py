@@ -175,9 +175,6 @@ def _unpack(message: bytes) -> Any:
     return torch.load(io.BytesIO(message), weights_only=False)  # from our own process, and it holds functions
 
 
-# --- in the ranks -----------------------------------------------------------------------------------------------
-
-
 def _serve(pipe: Connection) -> None:
     """Answer calls until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us

@@ -3,7 +3,7 @@
 They are written plainly and given PyTorch's own kernels, so that what they lose is what their way costs: copies of
 rows on the way in and out, and one set of saved tensors per branch.
 
-Legend: query, key, value, out (B, N, H, D); S segments of w tokens; L rows of a segment; b = B x S.
+Legend: q, k, v, out (B, N, H, D); S segments of w tokens; L rows of a segment; b = B x S.
 """
 
 from __future__ import annotations
@@ -26,44 +26,36 @@ from dilated_attention.pattern import DilatedPattern
 aten = torch.ops.aten
 
 
-def dense(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, kernel: SDPBackend | None = None
-) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, kernel: SDPBackend | None = None) -> Tensor:
     """Every token sees every token: the yardstick, and another operation. Without ``kernel`` torch chooses one."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
 
 
-def over_heads(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
-) -> Tensor:
+def over_heads(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
     """Attention over the wrong axis, as it was published and timed: each token attends to its own heads alone."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def copy_and_gather(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
-) -> Tensor:
+def copy_and_gather(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
     """Each branch copies its rows out with index_select, attends, and copies them back with index_copy."""
-    out = torch.zeros_like(query)
-    for heads, rect in _parts(query, pattern):
-        index = _rows(rect, query.shape[1], query.device)
-        copied = (x[:, :, heads].index_select(1, index) for x in (query, key, value))
-        q, k, v = (torch.unflatten(x, 1, (rect.repeats, -1)).flatten(0, 1) for x in copied)
-        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, rect.repeats))
+    out = torch.zeros_like(q)
+    for heads, rect in _parts(q, pattern):
+        index = _rows(rect, q.shape[1], q.device)
+        copied = (x[:, :, heads].index_select(1, index) for x in (q, k, v))
+        cut = (torch.unflatten(x, 1, (rect.repeats, -1)).flatten(0, 1) for x in copied)
+        attended = torch.unflatten(dense(*cut, is_causal=is_causal), 0, (-1, rect.repeats))
         out[:, :, heads].index_copy_(1, index, attended.flatten(1, 2))
     return out
 
 
-def copy_slices(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
-) -> Tensor:
+def copy_slices(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
     """Each branch copies its rows out with strided slices made contiguous, and back into a slice of zeros."""
-    out = torch.zeros_like(query)
-    for heads, rect in _parts(query, pattern):
-        q, k, v = (_taken(x[:, :, heads], rect).contiguous().flatten(0, 1) for x in (query, key, value))
-        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, rect.repeats))
+    out = torch.zeros_like(q)
+    for heads, rect in _parts(q, pattern):
+        cut = (_taken(x[:, :, heads], rect).contiguous().flatten(0, 1) for x in (q, k, v))
+        attended = torch.unflatten(dense(*cut, is_causal=is_causal), 0, (-1, rect.repeats))
         _taken(out[:, :, heads], rect).copy_(attended)
     return out
 
@@ -96,13 +88,7 @@ def _rows(rect: Rect, tokens: int, device: torch.device) -> Tensor:
 
 
 def gather_pad_scatter(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    kernel: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, kernel: str | None = None
 ) -> Tensor:
     """All heads run all branches on padded copies; then the branches are mixed by their lse.
 
@@ -112,10 +98,9 @@ def gather_pad_scatter(
     if not pattern.head_rule.adds_zeros:
         raise ValueError(f"gather_pad_scatter attends its padding: it needs rule 'torchscale', got {pattern.rule!r}")
     attention = functools.partial(_with_lse, is_causal=is_causal, kernel=kernel)
-    branches = pattern.branches_for(query.shape[2])
-    results = [_padded_branch((query, key, value), branch, attention) for branch in branches]
+    results = [_padded_branch((q, k, v), branch, attention) for branch in pattern.branches_for(q.shape[2])]
     weights = torch.stack([lse for _, lse in results]).softmax(0).detach()
-    mixed = torch.zeros_like(query)
+    mixed = torch.zeros_like(q)
     for (out, _), weight in zip(results, weights, strict=True):
         mixed = mixed + out * weight.unsqueeze(-1).to(out.dtype)
     return mixed
@@ -166,11 +151,10 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | No
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
     """FlexAttention with the pattern as its mask, which is made once for each shape. On CUDA, compiled."""
-    mask = _block_mask(pattern, query.shape[1], query.shape[2], is_causal, query.device)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out: Tensor = _compiled_flex()(query, key, value, block_mask=mask)
+    mask = _block_mask(pattern, q.shape[1], q.shape[2], is_causal, q.device)
+    out: Tensor = _compiled_flex()(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
     return out.transpose(1, 2)
 
 

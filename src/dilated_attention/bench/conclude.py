@@ -39,9 +39,8 @@ def conclusions(results: Record) -> Record:
 
 def code_of(name: str) -> str:
     first, _, rest = name.partition(", ")
-    baseline = next((one for begin, one in BASELINES.items() if name.startswith(begin)), None)
-    if baseline is not None:
-        return f"dilated_attention.bench.baselines.{baseline}"
+    if found := [one for begin, one in BASELINES.items() if name.startswith(begin)]:
+        return f"dilated_attention.bench.baselines.{found[0]}"
     if first not in RULES:
         return f"torch.{first}" if "." in first else f"dilated_attention.{first}"
     backend = rest.removesuffix(", compiled")
@@ -136,14 +135,12 @@ def answer(results: Record) -> str:
 
 def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
-    groups: dict[int, dict[str, Record]] = {}  # of each length the first
-    for group in _by_setting(measurements, suite=SUITES, direction=[BOTH], causal=[False], samples=[1]):
-        if OURS in group and DENSE in group:
-            groups.setdefault(group[OURS]["tokens"], group)
+    found = _by_setting(measurements, suite=SUITES, direction=[BOTH], causal=[False], samples=[1])
+    groups = {x[OURS]["tokens"]: x for x in reversed(found) if OURS in x and DENSE in x}  # of each length the first
     if not groups:
         return "The speed of this library beside dense attention was not measured in this run."
-    longest = max(groups)
-    group, mine = groups[longest], groups[longest][OURS]
+    longest, group = max(groups.items(), key=lambda item: item[0])
+    mine = group[OURS]
     said = (
         f"In training at {longest:,} tokens under {mine['rule']} with {segments(mine).replace(' ', ' and ')}, this "
         f"library is {_compared(mine, group[DENSE])} dense attention (a different operation)"

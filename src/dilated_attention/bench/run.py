@@ -56,14 +56,12 @@ class Expected(NamedTuple):
     limits: dict[str, float]
 
     @staticmethod
-    def of(
-        exact: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
-    ) -> Expected:
+    def of(exact: Attention, inputs: Sequence[Tensor], dout: Tensor, **parameters: Tensor) -> Expected:
         """``exact`` takes the inputs and then the parameters, in whatever dtype they come."""
 
         def computed(convert: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-            own = {name: convert(x).detach().requires_grad_() for name, x in (parameters or {}).items()}
-            return results(lambda *x: exact(*x, *own.values()), [convert(x) for x in inputs], dout, own)
+            own = {name: convert(x).detach().requires_grad_() for name, x in parameters.items()}
+            return results(lambda *x: exact(*x, *own.values()), [convert(x) for x in inputs], dout, **own)
 
         wanted = computed(Tensor.double)
         limits = testing.limits(wanted, computed(Tensor.detach), dout.dtype)
@@ -75,14 +73,12 @@ class Expected(NamedTuple):
         return Check({name: testing.error(x.to(y.device), y) for name, (x, y) in pairs.items()}, self.limits)
 
 
-def results(
-    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def results(attention: Attention, inputs: Sequence[Tensor], dout: Tensor, **parameters: Tensor) -> dict[str, Tensor]:
     """Out and, by name, the gradients of the inputs and the parameters."""
-    leaves, own = [x.detach().requires_grad_() for x in inputs], parameters or {}
+    leaves = [x.detach().requires_grad_() for x in inputs]
     out = attention(*leaves)
-    grads = torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype))
-    names = (*("qkv" if len(inputs) == 3 else "x"), *own)
+    grads = torch.autograd.grad(out, [*leaves, *parameters.values()], dout.to(out.dtype))
+    names = (*("qkv" if len(inputs) == 3 else "x"), *parameters)
     return {"out": out.detach(), **{f"d {name}": grad for name, grad in zip(names, grads, strict=True)}}
 
 

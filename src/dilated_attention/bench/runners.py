@@ -24,6 +24,7 @@ SIGNS = (
     "out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate", "MemoryError",
     "died: the process ended with exit code -9",
 )  # fmt: skip
+Peaks = dict[str, int]  # bytes, by direction
 _held: dict[tuple[str, str], Call] = {}  # in each process what is timed, by implementation and direction
 
 
@@ -32,13 +33,11 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
     return _everywhere(one.ranks, _results, one.build, setting)[0]  # type: ignore[no-any-return]
 
 
-def prepare(
-    one: Implementation, setting: Setting, directions: Sequence[str]
-) -> tuple[dict[str, Measure], dict[str, int], str]:
+def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> tuple[dict[str, Measure], Peaks, str]:
     """What to time and memory, by direction, and in which way single rows at full length are wrong; "" also where they
     cannot be checked. Of ranks the one that takes most."""
     threads = max(1, torch.get_num_threads() // one.ranks)
-    found = _everywhere(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
+    found = _everywhere(one.ranks, _hold, one.name, one.build, setting, directions, threads)
     peaks = {way: max(peaks[way] for _, peaks in found) for way in directions}
 
     def measure(way: str) -> Measure:
@@ -67,12 +66,10 @@ def ran_out(error: Exception) -> bool:
 
 def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
     subject = build(setting)
-    return gathered(results(subject.attention, subject.inputs, subject.dout, subject.parameters), subject)
+    return gathered(results(subject.attention, subject.inputs, subject.dout, **subject.parameters), subject)
 
 
-def _hold(
-    name: str, build: Build, setting: Setting, directions: tuple[str, ...], threads: int
-) -> tuple[str, dict[str, int]]:
+def _hold(name: str, build: Build, setting: Setting, directions: Sequence[str], threads: int) -> tuple[str, Peaks]:
     torch.set_num_threads(threads)
     subject, wrong = build(setting), ""
     with torch.no_grad():

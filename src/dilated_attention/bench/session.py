@@ -195,7 +195,7 @@ class Session:
             whole = (one.whole or one.build)(small)
             key = (small, whole.exact)
             if key not in self._expected:
-                self._expected[key] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
+                self._expected[key] = Expected.of(whole.exact, whole.inputs, whole.dout, **whole.parameters)
             self._checks[one.name, small] = self._expected[key].compare(runners.results_of(one, small))
         return self._checks[one.name, small]
 

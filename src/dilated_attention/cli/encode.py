@@ -13,9 +13,8 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,9 +118,14 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     from dilated_attention.slides import encode as work
 
     outcome, start, code = work.Outcome(), time.monotonic(), 130
+
+    def told(slides: int, tiles: int, share: float, seconds: float) -> None:
+        pace = f", {number_text(tiles / seconds)} tiles/s" if tiles else ""
+        watch(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)
+
     try:
         with watching() as watch, suppress(KeyboardInterrupt):
-            work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, watch))
+            work.run(job, paths, outcome, tile_size=tile_size, watch=told)
             code = 0
         rows = work.write_table(job, outcome, table)
         code = code or int(bool(outcome.failed))
@@ -129,18 +133,12 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
         code = 130
         raise options.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
     finally:
-        for text in outcome.warned:
-            print(escaped(f"warning: {text}"), file=sys.stderr)
-        for path, reason in outcome.failed.items():
-            print(escaped(f"skipped: {path}: {reason}"), file=sys.stderr)
+        skipped = [f"skipped: {path}: {reason}" for path, reason in outcome.failed.items()]
+        for text in [*(f"warning: {text}" for text in outcome.warned), *skipped]:
+            print(escaped(text), file=sys.stderr)
         tiles, seconds = sum(slide.tiles for slide in outcome.encoded), seconds_text(time.monotonic() - start)
-        said = f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds})"
-        said += f"; {len(outcome.kept):,} were encoded before; {len(outcome.failed):,} skipped"
-        print(said + ("; interrupted: run the same command again to continue" if code == 130 else ""))
+        rest = f"{len(outcome.kept):,} were encoded before; {len(outcome.failed):,} skipped"
+        rest += "; interrupted: run the same command again to continue" * (code == 130)
+        print(f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds}); {rest}")
     print(f"written: {table}, slides: {rows:,}")
     return code
-
-
-def _step(watch: Callable[..., None], slides: int, tiles: int, share: float, seconds: float) -> None:
-    pace = f", {number_text(tiles / seconds)} tiles/s" if tiles else ""
-    watch(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)

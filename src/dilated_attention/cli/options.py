@@ -53,7 +53,6 @@ index = partial(count, least=0)  # of a token or a head
 
 
 def counts(text: str) -> list[int]:
-    """Several, with commas between them."""
     return [count(part) for part in text.split(",")]
 
 

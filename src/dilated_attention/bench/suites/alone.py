@@ -39,8 +39,6 @@ def note(session: Session) -> str:
     return f"{HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}."
 
 
-# --- decode -----------------------------------------------------------------------------------------------------
-
 STEP_NAME = "one-token step"
 CONTEXT = {"cuda": 1 << 20, "cpu": 1 << 16}
 STEPS = 16  # the largest rate: after so many steps everything repeats
@@ -110,8 +108,6 @@ def kernel_us(session: Session, call: Call) -> float:
     return 1000 * sum(ms for *_, ms in probes.kernel_times(call, session.device))
 
 
-# --- stream -----------------------------------------------------------------------------------------------------
-
 SIZES = {"cuda": (1 << 30, 1 << 20), "cpu": (1 << 16, 1 << 15)}  # tokens, and those of a chunk: all segments divide it
 CHECKED = 4  # chunks of which rows are checked
 
@@ -156,8 +152,6 @@ def measure_stream(session: Session, causal: bool) -> Row:
     figures = [spent, tokens / spent / 1e6, flops / spent / 1e12, peak] if is_right else [None] * 4
     return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, errors]
 
-
-# --- packed -----------------------------------------------------------------------------------------------------
 
 COUNT = 64
 LENGTHS = {"cuda": (1_000, 30_000), "cpu": (10, 300)}  # of the shortest and of the longest sequence, nearly

@@ -29,8 +29,6 @@ from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
 
-# --- slides -----------------------------------------------------------------------------------------------------
-
 SLIDES = slide_pattern(262144, 256)
 ENCODERS = ("gigapath_slide_enc12l768d", "gigapath_slide_enc12l384d")
 HEADS, HEAD_DIMS = 16, (48, 24, 64)  # of these models, and one that kernels are made for
@@ -101,8 +99,6 @@ def slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Te
     cells = torch.arange(tiles, device=session.device)
     return features, torch.stack([cells % 1000, cells // 1000], -1).unsqueeze(0) * 256
 
-
-# --- language ---------------------------------------------------------------------------------------------------
 
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
 SIZES: dict[str, dict[str, tuple[DilatedPattern, tuple[int, ...]]]] = {  # patterns, and tokens of a step
