@@ -30,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention
 from dilated_attention.backends.triton import dispatch
 from dilated_attention.backends.triton.dispatch import DEFAULTS, KERNELS, TileConfig
 from dilated_attention.bench import machine, run
@@ -141,13 +141,16 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
 
-    def pattern(self, tokens: int, scale: int, one_launch: bool = False) -> DilatedPattern:
+    def pattern(self, tokens: int, scale: int, one_launch: bool = False) -> Pattern:
         """The branches that such a length has room for; made smaller, two of them.
 
         ``one_launch``: with heads divided among branches that otherwise have a launch each.
         """
+        length = max(SHAPES[self.size].lengths[0] // scale, 256)
+        if self.form == "band":  # with as many pairs as segments of twice its width, when causal
+            return Pattern([Window(length // 2 - 1)])
         if self.form == "dense":  # segments as long as the shortest of the others
-            return DilatedPattern.head_groups([max(SHAPES[self.size].lengths[0] // scale, 256)], [1])
+            return DilatedPattern.head_groups([length], [1])
         nested = self.form == "nested"
         # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
         shape = SHAPES[64 if nested and (self.causal or self.size < 64) else self.size]
@@ -211,19 +214,19 @@ class Problem(NamedTuple):
 
     def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
-        from dilated_attention.backends.triton import launch, nesting, whole_call
+        from dilated_attention.backends.triton import launch, whole_call
 
         q, k, v, dout = self.inputs
         found = self.results
-        (nests,) = nesting.launches(self.call)
+        (todo,) = whole_call.work(self.call, kernel)
         tensors = {
             "forward": (q, k, v, found["out"], found["lse"], q, q, q),
             "dq": (q, k, v, dout, self.out, self.lse, q, found["dq"], found["stats"], q, q),
             "dkdv": (q, k, v, dout, self.stats, found["dk"], found["dv"], q, q),
         }[kernel]
         strides = tuple(x.stride() for x in tensors[: 3 if kernel == "forward" else 4])
-        fills = whole_call.fills(nests, 0)
-        made = launch.prepare(kernel, self.call, strides, nests, config, q.dtype, False, fills)
+        fills = whole_call.fills(todo, 0)
+        made = launch.prepare(kernel, self.call, strides, todo, config, q.dtype, False, fills)
 
         def start() -> dict[str, Tensor]:
             made(*tensors)
@@ -383,7 +386,8 @@ class Tuning:
         flags = (False, True)
         self.library = [Setting(*x) for x in product(options.head_dims, flags, (*RULES, "dense"))]
         others = [x for x in self.library if x.form == "dense" or (x.form == "apart" and x.size <= 64)]
-        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)), *others]
+        some = [Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)]
+        self.settings = [*some, *others, *(Setting(*x) for x in product(options.head_dims, flags, ("band",)))]
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}

@@ -5,7 +5,7 @@ Legend: N tokens; H query heads; Hk key/value heads, which rules count; the H //
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import itertools
 import json
@@ -147,7 +147,10 @@ class Pattern:
     def _resolved(self, num_heads: int) -> Iterator[Branch]:
         every = tuple(range(num_heads))
         for branch in self.listed:
-            yield branch if branch.heads is not None else dataclasses.replace(branch, heads=every)
+            if branch.heads is None:
+                branch = copy.copy(branch)  # not checked again: a list of blocks may be long
+                object.__setattr__(branch, "heads", every)
+            yield branch
 
     def order(self, drops: bool) -> list[int]:
         """In which branches are computed: those that are summed the densest first. Internal.

@@ -122,11 +122,13 @@ def measured_as(call: Call) -> str:
 def form_of(call: Call, alone: bool) -> str:
     """What measurements tell calls apart by; ``alone``: each branch has a table of its own.
 
-    "dense": each segment is one dense problem, or any pattern that is no DilatedPattern; "nested": some pairs are
+    "band": any pattern that is no DilatedPattern; "dense": each segment is one dense problem; "nested": some pairs are
     computed once for several branches; "apart": several launches, each of which takes in what the others found; "":
     anything else, in one launch.
     """
-    if not isinstance(call.pattern, DilatedPattern) or call.pattern.dilation_rates == (1,):
+    if not isinstance(call.pattern, DilatedPattern):
+        return "band"
+    if call.pattern.dilation_rates == (1,):
         return "dense"
     found = groups(call.dilated, call.is_causal, alone)
     if any(len(group) > 1 for group in found):
@@ -136,7 +138,8 @@ def form_of(call: Call, alone: bool) -> str:
 
 def kinds_of(form: str) -> tuple[str, ...]:
     """A form, and those whose measurements hold where it has none of its own."""
-    return {"nested": ("nested",), "apart thin": (form, "apart", "")}.get(form, (form, ""))
+    others = {"nested": ("nested",), "apart thin": (form, "apart", ""), "band": (form, "dense", "")}
+    return others.get(form, (form, ""))
 
 
 def rows_of_a_sequence(call: Call) -> int:

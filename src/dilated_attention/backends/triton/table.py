@@ -143,8 +143,8 @@ def _made_of_strips(demand: Demand, strips: Strips) -> Table:
     if len(rows) == 1:
         rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
     variants = [0] * max(strip.heads for strip in strips)
-    steps = max(rows.step for strip in strips for rows in (strip.mine, *strip.met))
-    single = all(len(strip.met) == 1 for strip in strips)
+    steps = max(int(rows[:, 1].max()) for strip in strips for rows in (strip.mine, strip.met[:, 1:]))
+    single = all(len(strip.met) == len(strip.mine) for strip in strips)
     return _table(demand, np.array(rows), variants, parts, programs, steps, 1, single, len(rows) > 2)
 
 

@@ -17,7 +17,8 @@ from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.backends.triton import dispatch, fuse, launch, nesting, strips
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Strides
-from dilated_attention.backends.triton.tiling import Nests
+from dilated_attention.backends.triton.strips import Strip, Strips
+from dilated_attention.backends.triton.tiling import Nest, Nests
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.pattern import DilatedPattern
 
@@ -121,35 +122,38 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
     """The launches of a call on tensors of these strides, kept from now on: backward if dout is one of them."""
 
     def prepare() -> Prepared:
-        if not isinstance(call.pattern, DilatedPattern):
-            return _of_strips(call, strides, has_dlse)
-        todo, made = nesting.launches(call), []
-        names, dtype = ["dq", "dkdv"], call.dtype
-        if len(strides) == 3:
-            names, dtype = ["forward"], torch.float32 if len(todo) > 1 else call.dtype
-        for index, nests in enumerate(todo):
-            form = "nested" if len(nests[0].widths) > 1 else dispatch.form_of(call, alone=True)
-            for name in names:
-                tile, flags = dispatch.config(name, call, form), (index > 0, fills(nests, index), has_dlse)
-                made.append(launch.prepare(name, call, strides, nests, tile, dtype, *flags))
-        return Prepared(tuple(made), dtype, _has_gaps(todo[0]) and not fills(todo[0], 0))
+        is_forward, is_dilated = len(strides) == 3, isinstance(call.pattern, DilatedPattern)
+        # all of dq comes first: it makes the statistics of the rows that dk and dv meet
+        names = ("forward",) if is_forward else ("dq", "dkdv")
+        todo = {name: work(call, name) for name in names}
+        # out of several launches is merged in float32; so are the sums of gradients, of which rectangles have many
+        several = any(len(some) > 1 for some in todo.values()) and (is_forward or not is_dilated)
+        dtype = torch.float32 if several else call.dtype
+        made = [
+            launch.prepare(
+                name, call, strides, some, dispatch.config(name, call, _form(call, some)), dtype, at > 0,
+                fills(some, at), has_dlse,
+            )
+            for name in names
+            for at, some in enumerate(todo[name])
+        ]  # fmt: skip
+        blank = not all(some and (fills(some[0], 0) or _covers(some[0], call)) for some in todo.values())
+        return Prepared(tuple(made), dtype, blank)
 
     found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
     return found
 
 
-def _of_strips(call: Call, strides: Strides, has_dlse: bool) -> Prepared:
-    """All of dq comes first: it makes the statistics of the rows that dk and dv meet."""
-    names = ("forward",) if len(strides) == 3 else ("dq", "dkdv")
-    todo = {name: strips.launches(call, name == "dkdv") or () for name in names}
-    # results of several launches are added up, and rounded once
-    dtype = torch.float32 if any(len(some) > 1 for some in todo.values()) else call.dtype
-    made = [
-        launch.prepare(name, call, strides, some, dispatch.config(name, call, "dense"), dtype, at > 0, False, has_dlse)
-        for name in names
-        for at, some in enumerate(todo[name])
-    ]
-    return Prepared(tuple(made), dtype, not all(some and strips.cover(some[0], call) for some in todo.values()))
+def work(call: Call, kernel: str) -> tuple[Nests | Strips, ...]:
+    """What each launch of a kernel has to do."""
+    if isinstance(call.pattern, DilatedPattern):
+        return nesting.launches(call)
+    return strips.launches(call, kernel == "dkdv") or ()
+
+
+def _form(call: Call, some: Nests | Strips) -> str:
+    is_nested = isinstance(some[0], Nest) and len(some[0].widths) > 1
+    return "nested" if is_nested else dispatch.form_of(call, alone=True)
 
 
 def _compile(launches: tuple[Launch, ...]) -> None:
@@ -163,13 +167,16 @@ def _compile(launches: tuple[Launch, ...]) -> None:
     CACHE.compiled.update(new)
 
 
-def _has_gaps(nests: Nests) -> bool:
-    return any(nest.rates[0] > 1 for nest in nests)
-
-
-def fills(nests: Nests, index: int) -> bool:
+def fills(some: Nests | Strips, index: int) -> bool:
     """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
-    return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
+    nests = [nest for nest in some if isinstance(nest, Nest) and len(nest.rates) == 1]
+    return index == 0 and len(nests) == len(some) and any(nest.rates[0] > 1 for nest in nests)
+
+
+def _covers(some: Nests | Strips, call: Call) -> bool:
+    """Whether a launch has every row of every head."""
+    nests, others = [x for x in some if isinstance(x, Nest)], [x for x in some if isinstance(x, Strip)]
+    return all(nest.rates[0] == 1 for nest in nests) and (bool(nests) or strips.cover(others, call))
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
