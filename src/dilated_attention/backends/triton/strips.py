@@ -62,7 +62,7 @@ def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
         for head, _ in call.placed(branch):
             alike.setdefault(call.pattern.looks(head + call.first_head, call.held.total), []).append(head)
         turns: dict[int, list[Strip]] = {}
-        shared: dict[Hashable, list[int]] = {}
+        shared: dict[tuple[Rect | None, ...], list[int]] = {}
         is_listed = _is_listed(call, branch)
         for some in alike.values():
             rects = () if is_listed else tuple(_rects(call, branch, some[0] + call.first_head, of_keys))
@@ -70,7 +70,8 @@ def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
         for rects, heads in shared.items():
             if None in rects:
                 return None
-            strips = [(0, _listed(call, branch, of_keys))] if is_listed else _strips(branch, rects)
+            some_rects = [rect for rect in rects if rect is not None]
+            strips = [(0, _listed(call, branch, of_keys))] if is_listed else _strips(branch, some_rects)
             for turn, strip in strips:
                 for first, stop in stretches(sorted(heads)):
                     turns.setdefault(turn, []).append(replace(strip, head=first, heads=stop - first))
@@ -112,11 +113,11 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
         taken += [[]] if turn == len(taken) else []
         taken[turn].append(longest)
         alone = number if longest.low is not None and longest.high is not None else None  # its tiles may be alike
-        _, _, mine, met = strips.setdefault((turn, alone, *longest[2:]), (turn, longest, [], []))
-        met += [(len(mine), *rows) for rows in _adjoined(rect.keys for rect in some)]
-        mine.append(longest.queries)
-    for turn, rect, mine, met in strips.values():
-        yield turn, Strip(branch, *rect[2:], np.array(mine), np.array(met))
+        *_, owned, met = strips.setdefault((turn, alone, *longest[2:]), (turn, longest, [], []))
+        met += [(len(owned), *rows) for rows in _adjoined(rect.keys for rect in some)]
+        owned.append(longest.queries)
+    for turn, rect, owned, met in strips.values():
+        yield turn, Strip(branch, *rect[2:], np.array(owned), np.array(met))
 
 
 def _meets(rect: Rect, others: list[Rect]) -> bool:
