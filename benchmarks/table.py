@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def measure(folder: Path, commit: str | None) -> None:
     session = Session(torch.device("cuda"), (torch.bfloat16,), seconds=1.0, commit=commit)
     session.limit_ms = 30_000.0
     steps = [
-        session.comparing(SUITE, named(*(x for x in NAMES if n in ONLY_AT.get(x, MEASURED))), session.setting(n))
+        partial(session.compare, SUITE, named(*(x for x in NAMES if n in ONLY_AT.get(x, MEASURED))), session.setting(n))
         for n in MEASURED
     ]
     session.run({SUITE: steps}, lambda results: machine.write_json(folder / "results.json", results))

@@ -1,7 +1,6 @@
 """Charts as files: one Vega-Lite specification becomes an .svg, a .png, or part of a page that loads nothing.
 
-Altair writes the specifications and vl-convert draws them. Both come with the extra `bench`, and nothing here is
-imported before a chart is asked for.
+What draws them comes with the extra `bench`, and is not imported before a chart is asked for.
 """
 
 from __future__ import annotations
@@ -19,24 +18,21 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# How a page draws a chart: embed(element, specification, {...EMBED, ...}). `ast` interprets expressions, so that
-# the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
+# embed(element, specification, {...EMBED, ...}): expressions without eval, and no style but that of the page
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
 
 # a page may use its own scripts and styles, and load nothing
 POLICY = "default-src 'none'; script-src {}; style-src {}; img-src data:; base-uri 'none'; form-action 'none'"
-# What XML forbids in any form: control characters, and what stands in for names that are not UTF-8. At the first one,
-# vl-convert ends the whole process.
+# What XML forbids: control characters, and what stands in for names that are not UTF-8. vl-convert ends the process.
 NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> Any:
     """An optional module, or one line that says what to install."""
-    package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name not in (name, package):
+        if error.name not in (name, package := name.partition(".")[0]):
             raise
         text = f'{needing} {package}, which is not installed: pip install ".[{extra}]" from a clone'
         raise ModuleNotFoundError(text, name=package) from error
@@ -71,13 +67,10 @@ def scripts() -> str:
     return text.replace("</script", "<\\/script")  # inside a page it must not end its own element
 
 
-def page(
-    folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: object
-) -> str:
+def page(folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: Any) -> str:
     """The page that a folder has as page.html, page.css and page.js: one text that loads nothing.
 
-    Jinja2 escapes every value. The template finds ``data`` as JSON, and all scripts and styles, which the page's policy
-    names by their hashes.
+    The template finds ``data`` as JSON, escaped values, and scripts and styles, which a policy names by their hashes.
     """
     import jinja2  # comes with PyTorch, and brings markupsafe
     from markupsafe import Markup as safe  # noqa: N813 - it marks what is

@@ -69,7 +69,7 @@ def test_all_is_written_and_named(tmp_path: Path) -> None:
     pictures = [f"plots/{name}.{kind}" for name in ("time", "memory") for kind in ("svg", "png")]
     assert [str(file.relative_to(tmp_path / "new")) for file in written] == ["results.csv", *pictures, "index.html"]
     assert sorted(written) == sorted(file for file in (tmp_path / "new").rglob("*") if file.is_file())
-    assert said == []
+    assert said == [f"written: {tmp_path / 'new' / name}" for name in ("results.csv", "index.html")]
     assert (tmp_path / "new/plots/time.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "new/index.html").read_text(encoding="utf-8") == page(SAMPLE)
 
@@ -82,7 +82,7 @@ def test_nothing_measured_leaves_no_picture_and_says_so(tmp_path: Path) -> None:
     written = write_report(sample.empty(), tmp_path, say=said.append)
     assert [file.name for file in written] == ["results.csv", "index.html"]
     assert not list((tmp_path / "plots").iterdir())  # the older pictures were of another run
-    assert [line.split(":")[0] for line in said] == [f"no plot of {name}" for name in ("time", "memory")]
+    assert [line.split(":")[0] for line in said] == ["written", "no plot of time", "no plot of memory", "written"]
     words = Parsed((tmp_path / "index.html").read_text()).words()
     for said_there in ("Nothing was measured", "Nothing was checked", "This run made no tables"):
         assert said_there in words
@@ -93,8 +93,8 @@ def test_without_what_draws_there_is_a_csv_and_one_line(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     said: list[str] = []
     assert [file.name for file in write_report(SAMPLE, tmp_path, say=said.append)] == ["results.csv"]
-    assert len(said) == 1
-    assert "needs vl_convert, which is not installed: pip install" in said[0]
+    assert said[0] == f"written: {tmp_path / 'results.csv'}"
+    assert "needs vl_convert, which is not installed: pip install" in said[1]
 
 
 # --- csv --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -44,7 +45,7 @@ def started(**more: Any) -> Session:
 
 
 def small_step(one: Session, *names: str) -> Step:
-    return one.comparing("suite", named(*names), Setting(128, *SMALL, CPU, heads=4, head_dim=8))
+    return partial(one.compare, "suite", named(*names), Setting(128, *SMALL, CPU, heads=4, head_dim=8))
 
 
 def run(one: Session, name: str) -> None:

@@ -125,10 +125,8 @@ def _padded_branch(
     rows = index.unsqueeze(-1).expand(-1, -1, -1, dim)
     out, lse = attention(*(cut(x).gather(1, rows) for x in qkv))
     shape = (samples * segments, width + extra, heads)
-    return (
-        join(out.new_zeros(*shape, dim).scatter(1, rows, out)),
-        join(lse.new_full(shape, -1e8).scatter(1, index, lse)),
-    )
+    out, lse = out.new_zeros(*shape, dim).scatter(1, rows, out), lse.new_full(shape, -1e8).scatter(1, index, lse)
+    return join(out), join(lse)
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,15 +138,14 @@ def _rows_by_head(branch: Dilated, width: int, device: torch.device) -> Tensor:
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | None) -> tuple[Tensor, Tensor]:
     """Dense attention (b, L, H, D) and its lse (b, L, H), which the kernels give without a gradient."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    qkv = [x.transpose(1, 2) for x in (q, k, v)]
     if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, is_causal)
     elif kernel == "cudnn":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)
-        lse = lse.view(q.shape[:3])
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, is_causal, False)
     else:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*qkv, 0.0, is_causal, False)
+    return out.transpose(1, 2), lse.view(out.shape[:3]).transpose(1, 2)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:

@@ -1,8 +1,6 @@
 """What follows from checks and measurements: which to use for what, claims of others, the answer in a few sentences.
 
-A use case compares what computes the same thing. Two are equally fast if their quartiles overlap. What is wrong has no
-times, so it can win nothing.
-
+Two are equally fast if their quartiles overlap. What is wrong has no times, so it can win nothing.
 Legend: a record is one entry of results["measurements"]; "saved" is 1 - after / before.
 """
 

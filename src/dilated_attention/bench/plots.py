@@ -12,7 +12,7 @@ from typing import Any
 
 from dilated_attention import charts
 from dilated_attention.bench.conclude import TELLING
-from dilated_attention.bench.results import ENOUGH, Record, measured, milliseconds, setting, with_ranks
+from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, measured, milliseconds, setting, with_ranks
 from dilated_attention.units import bytes_text, number_text
 
 LOST = "out of memory"
@@ -34,12 +34,10 @@ DARK = {  # what a colour becomes where the reader prefers dark pages
     "#6639ba": "#a371f7", "#8250df": "#bc8cff", "#a626a4": "#e38be1", "#5b4fc7": "#a9a3ff",
 }  # fmt: skip
 FIRST = (*TELLING[:-3], "FlexAttention", *TELLING[-3:])  # lines
-DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 FIGURES = {
-    "time": "Time in ms",
-    "memory": "Peak memory beyond the inputs",
+    "time": "Time in ms", "memory": "Peak memory beyond the inputs",
     "relative": "Time as a multiple of the fastest line shown",
-}
+}  # fmt: skip
 COLOUR, DRAWN = {"field": "colour", "scale": None}, "datum.y > 0"
 NAME_HEIGHT = 15  # pixels between two names at the ends of lines
 Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"

@@ -59,14 +59,19 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
     old, new = (_by_key(found["measurements"], MEASURED_BY) for found in (before, after))
     checked, again = (_by_key(found["checks"], WHAT) for found in (before, after))
-    verdicts = [(one, again[key]) for key, one in checked.items() if key in again]
-    where = [{**{x: y.get(x) for x in (*MACHINE, "commit", "dirty")}, **y["versions"]}
-             for y in (before["machine"], after["machine"])]  # fmt: skip
-    origins = [(name, *(str(one.get(name, "none")) for one in where)) for name in {**where[0], **where[1]}]
+    verdicts = []
+    for key, one in checked.items():
+        was, now = one["verdict"], again.get(key, one)["verdict"]
+        if was != now:
+            said = "became wrong" if was == "exact" else "is right" if now == "exact" else "is wrong"
+            verdicts.append(Change(one, again[key], said))
+    told = [{**found["machine"], **found["machine"]["versions"]} for found in (before, after)]
+    names = {name: None for one in told for name in (*MACHINE, "commit", "dirty", *one["versions"])}
+    origins = [(name, *(str(one.get(name, "none")) for one in told)) for name in names]
     return Regression(
         tuple((name, one, other) for name, one, other in origins if one != other),
         tuple(_change(one, new[key], threshold) for key, one in old.items() if key in new),
-        tuple(_turned(*pair) for pair in verdicts if pair[0]["verdict"] != pair[1]["verdict"]),
+        tuple(verdicts),
         tuple(one for key, one in old.items() if key not in new),
         tuple(one for key, one in new.items() if key not in old),
     )
@@ -74,11 +79,6 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
 
 def _by_key(records: Iterable[Record], names: Iterable[str]) -> dict[str, Record]:
     return {str([record[name] for name in names]): record for record in records}
-
-
-def _turned(before: Record, after: Record) -> Change:
-    now = "is right" if after["verdict"] == "exact" else "is wrong"
-    return Change(before, after, "became wrong" if before["verdict"] == "exact" else now)
 
 
 def _change(before: Record, after: Record, threshold: float) -> Change:

@@ -20,7 +20,7 @@ from dilated_attention import charts
 from dilated_attention.units import measured_text, number_text
 
 SCHEMA = 1
-DIRECTIONS = ("forward", "forward_backward")
+DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 Record = dict[str, Any]
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 LARGEST, DEEPEST = 2.0**63, 50  # numbers, and lists in lists
@@ -31,9 +31,7 @@ MEASURED_BY: Record = {
     "suite": str, **WHAT, "samples": int, "tokens": int, "heads": int, "head_dim": int, "lengths": [int],
     "rates": [int], "direction": str,
 }  # fmt: skip
-NAMES: dict[Any, str] = {
-    dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false",
-}  # fmt: skip
+NAMES: dict[Any, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
 NUMBER = int | float
 TIMES = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER, "repeats": int}
 # A tuple is null or what it holds.
@@ -44,8 +42,7 @@ SPEC: Record = {
         "versions": {"torch": str},
     },
     "measurements": [
-        {**MEASURED_BY, "ours": bool, "status": str, "why": str, "ms": (TIMES,),
-         "peak_bytes": NUMBER | None}
+        {**MEASURED_BY, "ours": bool, "status": str, "why": str, "ms": (TIMES,), "peak_bytes": NUMBER | None}
     ],
     "checks": [{**WHAT, "ours": bool, "verdict": str, "why": str, "errors": dict, "limits": dict}],
     "tables": [
@@ -100,7 +97,7 @@ def _check(value: Any, spec: Any, place: str = "") -> None:
         (spec,) = spec
     kind: Any = type(spec) if isinstance(spec, list | dict) else spec
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise ValueError(f"{place} must be {NAMES.get(kind, str(kind))}, got {repr(value)[:60]}")
+        raise ValueError(f"{place} must be {NAMES.get(kind, kind)}, got {repr(value)[:60]}")
     if isinstance(spec, list):
         for index, item in enumerate(value):
             _check(item, spec[0], f"{place}[{index}]")
@@ -114,12 +111,11 @@ def _check(value: Any, spec: Any, place: str = "") -> None:
 def _check_figures(found: Record) -> None:
     """What no single value shows."""
     for index, one in enumerate(found["measurements"]):
+        place = f"measurements[{index}]"
         if one["direction"] not in DIRECTIONS:
-            raise ValueError(f"measurements[{index}].direction must be {' or '.join(DIRECTIONS)}")
+            raise ValueError(f"{place}.direction must be {' or '.join(DIRECTIONS)}")
         if one["ms"] and not 0 < one["ms"]["lower"] <= one["ms"]["median"] <= one["ms"]["upper"]:
-            raise ValueError(
-                f"the median of measurements[{index}] is not between its quartiles, or they are not above 0"
-            )
+            raise ValueError(f"the median of {place} is not between its quartiles, or they are not above 0")
     for index, table in enumerate(found["tables"]):
         if any(len(row) != len(table["columns"]) for row in table["rows"]):
             raise ValueError(f"a row of tables[{index}] has another number of cells")
@@ -159,10 +155,6 @@ def with_ranks(one: Record) -> str:
     """The name and over how many ranks, unless it is one or the name says so."""
     name, said = str(one["implementation"]), f"{one['ranks']} ranks"
     return name if one["ranks"] == 1 or said in name else f"{name}, {said}"
-
-
-def checked_as(check: Record) -> str:
-    return f"{with_ranks(check)} ({check['dtype']}{', causal' * check['causal']})"
 
 
 def segments(one: Record) -> str:

@@ -107,11 +107,10 @@ def forward(attention: Attention, inputs: Sequence[Tensor]) -> Call:
     return torch.no_grad()(lambda: attention(*inputs))
 
 
-def forward_backward(
-    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Iterable[Tensor] = ()
-) -> Call:
+def forward_backward(attention: Attention, inputs: Sequence[Tensor], dout: Tensor, more: Iterable[Tensor] = ()) -> Call:
+    """Of the inputs, and of ``more``."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    wanted = [*leaves, *parameters]
+    wanted = [*leaves, *more]
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
 
 
@@ -123,8 +122,8 @@ def synchronise(device: torch.device) -> None:
 def measure_of(call: Call, device: torch.device) -> Measure:
     """A call as something that can be timed whenever its turn comes.
 
-    On a CPU by the clock of torch.utils.benchmark, whose Timer would run each call three times to time it once; on
-    CUDA by triton.testing.do_bench, which runs a call eight times at least, so long ones only between its two events.
+    On a CPU by the clock of torch.utils.benchmark; on CUDA by triton.testing.do_bench, which runs a call eight times at
+    least, so long ones only between its two events.
     """
     if device.type != "cuda":
         return lambda: [cpu_milliseconds(call, device)]

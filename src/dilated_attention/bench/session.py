@@ -1,7 +1,7 @@
 """One run of some suites: implementations are checked, their memory is measured, and those that are right are timed.
 
-A suite is a list of steps. Each step compares implementations in one setting, or adds rows to a table. After each step
-the results are saved, in the shape of results.json, so that a run that dies loses one step at most.
+A suite is a list of steps: one compares implementations in a setting, or adds rows to a table. After each step the
+results are saved, so that a run that dies loses one step at most.
 
 Legend: times in milliseconds, memory in bytes beyond the inputs; a key is (implementation, direction).
 """
@@ -32,6 +32,7 @@ Key = TypeVar("Key")
 Row = Sequence[Any]
 Rows = Callable[[], Iterable[Row]]
 Step = Callable[[], None]
+Save = Callable[[Record], None]
 Segments = tuple[tuple[int, ...], tuple[int, ...]]
 PATTERNS: tuple[Segments, Segments] = (((1024, 2048, 4096), (1, 2, 4)), ((2048, 4096, 8192), (1, 2, 4)))
 SUGGESTED: Segments = ((), ())  # what `DilatedPattern.suggest` gives
@@ -73,7 +74,7 @@ class Session:
     def setting(self, tokens: int, segments: Segments = SUGGESTED, **more: Any) -> Setting:
         return Setting(tokens, *segments, **{**self.options, **more})
 
-    def run(self, suites: Mapping[str, Sequence[Step]], save: Callable[[Record], None]) -> Record:
+    def run(self, suites: Mapping[str, Sequence[Step]], save: Save) -> Record:
         began, count = time.monotonic(), sum(map(len, suites.values()))
 
         def keep() -> None:
@@ -117,7 +118,6 @@ class Session:
         return error <= limit, error
 
     def time(self, calls: Mapping[Key, Call], seconds: float = 1.0, warmups: int = 2) -> dict[Key, Timing]:
-        """These calls in turn."""
         return time_calls(calls, self.device, seconds=seconds, warmups=warmups)
 
     def median(self, call: Call, seconds: float = 0.5, warmups: int = 2) -> float:
@@ -126,9 +126,6 @@ class Session:
     def peak(self, call: Call, before: float = 0) -> float:
         """In GiB, with what was there before."""
         return (probes.peak_bytes(call, self.device) + before) / GIB
-
-    def comparing(self, suite: str, which: Sequence[Implementation], setting: Setting) -> Step:
-        return partial(self.compare, suite, which, setting)
 
     def compare(self, suite: str, which: Sequence[Implementation], setting: Setting) -> None:
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in DIRECTIONS}
@@ -150,9 +147,7 @@ class Session:
                 record |= {"status": "measured", "ms": timing._asdict()}
                 self._speed[_speed_key(record)] = timing.median / record["flops"]
         for one in which:
-            told = ", ".join(
-                f"{way.replace('_', ' + ')} {in_words(records[one.name, way], ' ms')}" for way in DIRECTIONS
-            )
+            told = ", ".join(f"{DIRECTIONS[way]} {in_words(records[one.name, way], ' ms')}" for way in DIRECTIONS)
             self.watch(f"{setting.tokens:,} tokens, {one.name}: {told}")
         self.results["measurements"] += records.values()
         self._expected.clear()

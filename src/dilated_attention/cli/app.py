@@ -29,6 +29,10 @@ COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert
 class Parser(argparse.ArgumentParser):
     """One line for what is wrong, and help in colour on a terminal."""
 
+    def __init__(self, name: str, about: str, **more: Any) -> None:
+        lines = argparse.RawDescriptionHelpFormatter
+        super().__init__(name, description=about.strip(), formatter_class=lines, allow_abbrev=False, **more)
+
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
 
@@ -39,17 +43,12 @@ class Parser(argparse.ArgumentParser):
         print(text, end="", file=file)
 
 
-def parser_of(name: str, about: str, **more: Any) -> Parser:
-    lines = argparse.RawDescriptionHelpFormatter
-    return Parser(name, description=about.strip(), formatter_class=lines, allow_abbrev=False, **more)
-
-
 def parsers() -> dict[str, Parser]:
     """One for each command, whose file says in its docstring what --help says."""
     made = {}
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
-        parser = made[name] = parser_of(f"{NAME} {name}", command.__doc__ or "")
+        parser = made[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
         for names, how in command.OPTIONS:
             parser.add_argument(*names, **how)
         parser.set_defaults(run=command.run, parsers=made)
@@ -60,7 +59,7 @@ def top(made: dict[str, Parser]) -> Parser:
     """What stands before a command."""
     first_lines = "\n".join(f"  {name:<12}{(x.description or '').splitlines()[0]}" for name, x in made.items())
     epilog = f"Commands, whose options --help after them lists:\n{first_lines}"
-    parser = parser_of(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
+    parser = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
     return parser
 

@@ -94,7 +94,7 @@ def _show(kept: Kept, results: Record, given: Namespace) -> None:
     from dilated_attention.bench.page import write_report
     from dilated_attention.bench.suites import PREVIOUS
     from dilated_attention.cli.compare import summary
-    from dilated_attention.cli.output import console, print_json, print_written
+    from dilated_attention.cli.output import console, print_json
 
     screen = console(stderr=given.json)
     if given.json:
@@ -102,11 +102,11 @@ def _show(kept: Kept, results: Record, given: Namespace) -> None:
     else:
         screen.print(machine.one_line(results["machine"]))
         print_results(screen, results)
-    *files, page = write_report(results, given.out, say=screen.print)
     if kept.last is not None:
         screen.print(f"compared with the run before: {summary(regress.compare(kept.last, results))}")
         screen.print(f"to see which: dilated-attention compare {given.out / PREVIOUS} {given.out}")
-    print_written(screen, given.out, [*files, kept.file, page])  # the page last: that is what to open
+    screen.print(f"written: {kept.file}")
+    write_report(results, given.out, say=screen.print)  # the page last: that is what to open
 
 
 def print_results(screen: Console, results: Record) -> None:

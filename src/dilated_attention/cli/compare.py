@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.bench.results import checked_as, load, setting, with_ranks
+from dilated_attention.bench.results import DIRECTIONS, load, setting, with_ranks
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.cli.report import RESULTS
@@ -56,7 +56,8 @@ def _print(screen: Console, regression: Regression) -> None:
     if regression.is_other_machine:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
     for x in regression.verdicts:
-        screen.print(f"{checked_as(x.before)} {x.verdict}: {x.before['verdict']}, now {x.after['verdict']}")
+        who = f"{with_ranks(x.before)} ({x.before['dtype']}{', causal' * x.before['causal']})"
+        screen.print(f"{who} {x.verdict}: {x.before['verdict']}, now {x.after['verdict']}")
     tables: dict[str, list[list[str]]] = defaultdict(list)
     for change in regression.changes:
         if change.verdict != "same":
@@ -71,7 +72,7 @@ def _print(screen: Console, regression: Regression) -> None:
 
 
 def _row(change: Change) -> list[str]:
-    who = [with_ranks(change.before), change.before["direction"].replace("_", " + ")]
+    who = [with_ranks(change.before), DIRECTIONS[change.before["direction"]]]
     both = (change.before, change.after)
     times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in both]
     figures = (change.ratio, change.low, change.high, change.memory)

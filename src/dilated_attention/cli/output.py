@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -58,13 +57,6 @@ def print_json(thing: object) -> None:
         return dict(thing) if isinstance(thing, Mapping) else str(thing).removeprefix("torch.")
 
     print(json.dumps(thing, indent=1, default=plain))
-
-
-def print_written(screen: Console, folder: Path, files: Sequence[Path]) -> None:
-    """The files of the folder; plots below it are seen on the page."""
-    for file in files:
-        if file.parent == folder:
-            screen.print(f"written: {file}")
 
 
 @contextmanager

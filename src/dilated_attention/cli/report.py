@@ -32,12 +32,12 @@ def run(given: Namespace) -> None:
     from dilated_attention.bench import machine
     from dilated_attention.bench.conclude import conclusions
     from dilated_attention.bench.page import write_report
-    from dilated_attention.cli.output import console, print_written
+    from dilated_attention.cli.output import console
 
     charts.library("vl_convert")
-    screen, files = console(), []
+    screen = console()
     if given.conclude:
         found = {**found, **conclusions(found)}
         machine.write_json(folder / "results.json", found)
-        files.append(folder / "results.json")
-    print_written(screen, folder, files + write_report(found, folder, say=screen.print))
+        screen.print(f"written: {folder / 'results.json'}")
+    write_report(found, folder, say=screen.print)

@@ -59,9 +59,10 @@ Row = Sequence[Any]
 
 
 def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
-    """Write the files, return them, and ``say`` what was left out."""
-    charts.write(folder / "results.csv", csv_text(results["measurements"]).encode())
+    """Write the files, return them, and ``say`` what was written and what was left out. Plots are seen on the page."""
     written = [folder / "results.csv"]
+    charts.write(written[0], csv_text(results["measurements"]).encode())
+    say(f"written: {written[0]}")
     try:
         charts.library("vl_convert", "the page needs")
     except ModuleNotFoundError as error:
@@ -78,6 +79,7 @@ def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = 
             charts.write(files[1], charts.drawn(picture, ".png", scale=1.5))
             written += files
     charts.write(folder / "index.html", page(results).encode())
+    say(f"written: {folder / 'index.html'}")
     return [*written, folder / "index.html"]
 
 
@@ -89,12 +91,12 @@ def page(results: Record) -> str:
     first = {name: plots.first(points, name) for names in settings.values() for name in names}
     told = {
         "specification": plots.interactive("points"), "points": points, "first": first, "figures": plots.FIGURES,
-        "directions": plots.DIRECTIONS,
+        "directions": DIRECTIONS,
     }  # fmt: skip
     claims = [[one[name] for name in CLAIMS] for one in results["claims"] if one["holds"] != "not measured"]
     return charts.page(
         Path(__file__).parent, told, scripts=[charts.scripts()], styles=[plots.dark_style()], text=cell_text,
-        prose=_prose, results=results, machine=results["machine"], directions=plots.DIRECTIONS, settings=settings,
+        prose=_prose, results=results, machine=results["machine"], directions=DIRECTIONS, settings=settings,
         questions=QUESTIONS, recommendations=recommendations(results), suites=suites(results), checks=checks(results),
         claims=_table("Claims", [*CLAIMS.values()], claims), environment=_environment(results),
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
-from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.session import Save, Session, Step
 from dilated_attention.bench.suites import alone, compared, models
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
@@ -43,12 +43,7 @@ def named(given: Iterable[str]) -> list[str]:
 
 
 def run(
-    names: Sequence[str],
-    device: torch.device,
-    dtypes: Sequence[torch.dtype] | None = None,
-    *,
-    save: Callable[[Record], None],
-    **options: Any,
+    names: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype] | None, *, save: Save, **options: Any
 ) -> Record:
     """The results of some suites, which ``save`` got after every step, also when the run is interrupted.
 

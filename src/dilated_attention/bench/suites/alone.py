@@ -113,10 +113,9 @@ CHECKED = 4  # chunks of which rows are checked
 
 
 def streams(session: Session) -> list[Step]:
-    columns = ["tokens", "chunk", "causal", "s", "million tokens/s", "TFLOP/s", "peak GiB", "rows checked",
-               "largest error"]  # fmt: skip
-    rows, text = [partial(of_stream, session, causal) for causal in (False, True)], "A row that is wrong has no time."
-    return session.table("stream", "A stream of chunks", f"{note(session)} {text}", columns, rows)
+    columns = ["tokens", "chunk", "causal", "s", "million tokens/s", "TFLOP/s", "peak GiB", "rows checked", "error"]
+    rows, about = [partial(of_stream, session, x) for x in (False, True)], "A row that is wrong has no time."
+    return session.table("stream", "A stream of chunks", f"{note(session)} {about}", columns, rows)
 
 
 @torch.no_grad()

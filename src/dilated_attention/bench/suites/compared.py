@@ -48,7 +48,7 @@ PRECISION_AT = (2048, 8192, 32768)
 
 def plain(suite: str, session: Session) -> list[Step]:
     return [
-        session.comparing(suite, known.named(*names), session.setting(tokens, pattern))
+        partial(session.compare, suite, known.named(*names), session.setting(tokens, pattern))
         for names, lengths, patterns in PLAIN[suite]
         for pattern, tokens in product(patterns, lengths)
     ]
@@ -66,7 +66,7 @@ def scaling(session: Session) -> list[Step]:
     asked += [(few, session.setting(4096, short, heads=heads)) for heads in (4, 16)]
     asked += [(few, session.setting(n, short, dtype=dtype)) for dtype in session.dtypes[1:] for n in PRECISION_AT]
     asked += [(few, session.setting(n, long)) for n in PRECISION_AT[1:]]
-    return [session.comparing("scaling", which, setting) for which, setting in asked]
+    return [partial(session.compare, "scaling", which, setting) for which, setting in asked]
 
 
 def _in_curve(one: Implementation, session: Session) -> bool:
@@ -104,7 +104,7 @@ def kernels(session: Session) -> list[Step]:
         setting = session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal)
         cut = replace(setting, tokens=ROWS, lengths=(ROWS,), rates=(1,), samples=tokens // ROWS)
         which = known.named(*KERNELS, *ALSO_SHORT * (case == "C"))
-        found += [session.comparing("kernels", which, setting), session.comparing("kernels", beside, cut)]
+        found += [partial(session.compare, "kernels", which, setting), partial(session.compare, "kernels", beside, cut)]
     return [sdpa_kernel(FASTEST, set_priority=True)(step) for step in found]
 
 
@@ -122,7 +122,10 @@ def profile(session: Session) -> list[Step]:
     rows = [partial(kernels_of, session, setting, one) for one in which]
     return [
         *session.table("profile", f"Where the time goes: {what}", note, columns, rows),
-        *(session.comparing("profile", functions, session.setting(tokens, PATTERNS[0])) for tokens in BACKENDS_AT),
+        *(
+            partial(session.compare, "profile", functions, session.setting(tokens, PATTERNS[0]))
+            for tokens in BACKENDS_AT
+        ),
     ]
 
 

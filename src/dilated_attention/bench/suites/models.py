@@ -44,7 +44,7 @@ def slides(session: Session) -> list[Step]:
     whole = [partial(of_encoder, session, name, n) for name, n in product(ENCODERS, tiles)]
     tuning = [partial(of_fine_tuning, session, name) for name in ENCODERS]
     return [
-        *(session.comparing("slides", attentions, setting) for setting in settings),
+        *(partial(session.compare, "slides", attentions, setting) for setting in settings),
         *session.table("slides", "Whole slide encoders, forward", f"{SLIDES}.", columns, whole),
         *session.table("slides", "A fine-tuning step", "With checkpointing.", [*columns[:2], *columns[3:5]], tuning),
     ]
