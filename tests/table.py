@@ -207,6 +207,19 @@ PATHS |= {  # the same with patterns of any branches
         ("packed", ("rule", "is_causal", "pattern")), ("few", ("rule", "is_causal", "pattern", "rows")),
     )
 }  # fmt: skip
+AHEAD = ("strided", "by heads", "global", "dense")  # whose queries see all later tokens, for which no stream can wait
+PATHS |= {
+    "union_stream": Path(
+        {
+            **PATHS["stream"].axes, "rule": ("once", "sum"), "tokens": (5, 53),
+            "pattern": tuple(name for name in UNIONS if name not in AHEAD),
+        },
+        ("rule", "is_causal", "pattern"),
+    ),
+    "union_causal_stream": Path(
+        {**PATHS["stream"].axes, "rule": ("once", "sum"), "tokens": (5, 53), "pattern": AHEAD, "is_causal": (True,)}
+    ),
+}
 PATHS["union_triton"] = Path(
     {
         **PATHS["triton"].axes, "rule": ("once", "sum"),

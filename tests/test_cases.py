@@ -137,7 +137,7 @@ def run_few_on_triton(case: Case) -> Results:
 RUN: dict[str, Callable[[Case], Results]] = {  # by the path without packed_ and cuda_; else run_function
     "module": run_module,
     "compiled": run_compiled,
-    "stream": run_stream,
+    **dict.fromkeys(("stream", "causal_stream"), run_stream),
     "threads": run_threads,
     "ranks": run_ranks,
     "triton_few": run_few_on_triton,

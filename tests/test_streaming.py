@@ -97,21 +97,25 @@ def held_while_streaming(pattern: DilatedPattern, chunk: int, count: int, **opti
 
 
 ROW = 3 * 8 * 4  # bytes of one token in q, k or v: H = 3, D = 8, float32
-ALL = 4 * ROW + 3 * 4  # of one token in q, k, v, out, lse
+WAITING = (128 * 3 + 2 * (50 + 64)) * ROW
+NUMBERS = 4096  # about the branches and the slots, for each size that the room has had
 FAR = 2 * ROW * (16 + 7 * 30 // 64 + 1)
 longnet, torchscale = DilatedPattern.longnet, DilatedPattern.torchscale
 HELD: dict[str, tuple[DilatedPattern, int, int, dict[str, Any], int, int]] = {  # chunks, options, least and most bytes
     # q, k, v, and one chunk's output that is not yet complete
     "the longest segment": (longnet([16, 32, 128], [1, 2, 4]), 7, 50, {}, 120 * 3 * ROW, (128 * 3 + 7) * ROW),
-    # a quarter more: rows are seldom moved
-    "straddling": (torchscale([16, 50, 128], [1, 2, 4]), 7, 50, {}, 120 * ALL, (128 + 32) * ALL + 7 * ROW),
+    # and rows that later tokens see
+    "straddling": (
+        torchscale([16, 50, 128], [1, 2, 4]), 7, 50, {}, 120 * 3 * ROW, (135 * 3 + 2 * (16 + 25 + 32)) * ROW + NUMBERS
+    ),
     # its period, 3200 tokens here, may be far longer than a segment; outputs that are not yet complete
-    "not a long chunk": (longnet([50, 128], [1, 2]), 1000, 5, {"max_bytes": 160 * ALL}, 1, 160 * ALL + 2000 * ROW),
+    "not a long chunk": (
+        longnet([50, 128], [1, 2]), 1000, 5, {"max_bytes": WAITING}, 1, WAITING + 2000 * ROW + NUMBERS
+    ),
     "nothing of whole periods": (longnet([32, 64], [1, 2]), 128, 5, {}, 0, 0),
     "nothing of whole causal periods": (longnet([32, 64], [1, 2]), 128, 5, {"is_causal": True}, 0, 0),
-    # with room for some numbers about the branches
     "causal: dilated rows alone": (
-        longnet([16, 128], [1, 4]), 7, 40, {"is_causal": True}, 2 * ROW * 40, 2 * ROW * (16 + 128 // 4) + 512
+        longnet([16, 128], [1, 4]), 7, 40, {"is_causal": True}, 2 * ROW * 40, 2 * ROW * (16 + 128 // 4) + NUMBERS
     ),
     # of which 1 / 64 is kept; a limit that those keep; room is doubled when there is need
     "a million tokens": (
@@ -284,7 +288,7 @@ def test_a_segment_that_does_not_fit_names_its_bytes() -> None:
     row = 2 * 8 * 4
     wants = {
         (nested, False): 1000 * (4 + 2 + 2) * row,
-        (straddling, False): 1250 * ((4 + 2 + 2 + 4) * row + 2 * 4 * 4),
+        (straddling, False): (1000 * (4 + 2 + 2) + (125 + 150 + 250) * 2 * 2) * row,
         (nested, True): (125 + 250 + 250) * 2 * 2 * row,
     }
     for (pattern, is_causal), size in wants.items():

@@ -36,6 +36,11 @@ class Kept(NamedTuple):
     anew: bool = False
     among: bool = False
     asks: bool = False
+    ahead: int = FOREVER  # if not causal, a query sees tokens up to so many after it, or of its own period
+
+    def known(self, tokens: int) -> int:
+        """How many of the first tokens see none after them."""
+        return tokens - tokens % self.period if self.anew else max(0, tokens - self.ahead)
 
     def rows(self, tokens: int) -> int:
         """How many slots sequences of so many tokens fill."""

@@ -85,7 +85,8 @@ class Blocks(Branch):
     def kept(self, head: int) -> Kept:
         """All up to the last block that a later one sees."""
         last = max((key for query, key in self.pairs if key <= query), default=-1)
-        return Kept(most=(last + 1) * self.size, asks=True)
+        ahead = max(0, *(key - query + 1 for query, key in self.pairs))
+        return Kept(most=(last + 1) * self.size, asks=True, ahead=ahead * self.size)
 
 
 @dataclass(frozen=True, repr=False)

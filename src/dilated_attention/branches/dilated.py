@@ -62,7 +62,7 @@ class Dilated(Branch):
             yield rect.between(high=0 if is_causal else None)
 
     def kept(self, head: int) -> Kept:
-        return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True)
+        return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         width, rate, offset = self.length, self.rate, self.offset_of(head)

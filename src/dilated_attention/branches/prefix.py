@@ -45,7 +45,7 @@ class Prefix(Branch):
         return seen_by_all(Rows(0, 1, min(self.count, n)), queries, is_causal)
 
     def kept(self, head: int) -> Kept:
-        return Kept(most=self.count)
+        return Kept(most=self.count, ahead=self.count)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return after(rect, self.count)

@@ -61,4 +61,5 @@ class Strided(Branch):
         return [] if rect.keys.start % self.rate == self.offset else [rect]
 
     def kept(self, head: int) -> Kept:
-        return Kept(self.offset, self.rate, self.length or FOREVER, anew=self.length is not None)
+        period = self.length or FOREVER
+        return Kept(self.offset, self.rate, period, anew=self.length is not None, ahead=period)

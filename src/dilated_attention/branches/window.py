@@ -59,7 +59,7 @@ class Window(Branch):
             yield Rect(rows, keys).between(low, 0 if is_causal else high)
 
     def kept(self, head: int) -> Kept:
-        return Kept(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1)
+        return Kept(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         low, high = self.limits

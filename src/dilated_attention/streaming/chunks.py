@@ -15,9 +15,9 @@ from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
-from dilated_attention.pattern import DilatedPattern, Pattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_options, resolve
-from dilated_attention.streaming.held import BufferedStream, CausalStream
+from dilated_attention.streaming.held import Stream
 from dilated_attention.streaming.kv_cache import any_mode
 
 Chunk = tuple[Tensor, Tensor, Tensor]
@@ -69,8 +69,6 @@ def stream(
     """
     options = Options(pattern, is_causal, scale, enable_gqa=enable_gqa, backend=backend, decodes=False)
     check_options(options)
-    if not is_causal and not isinstance(pattern, DilatedPattern):
-        raise NotImplementedError(f"a stream that is not causal takes a DilatedPattern, got {pattern}")
     if not isinstance(chunks, Iterable):
         raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
     max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)
@@ -82,15 +80,15 @@ def _outputs(
     chunks: Iterator[Chunk], options: Options, max_bytes: int | None, num_tokens: int | None
 ) -> Iterator[Tensor]:
     outputs, index, tokens = OutputQueue(), 0, 0
-    work: BufferedStream | CausalStream | None = None
+    work: Stream | None = None
     for chunk in chunks:
         call, (query, key, value) = _checked(index, chunk, options)
         call, tokens = call._replace(queries=0, keys=0, total=0), tokens + query.shape[1]
         with any_mode():
             if work is None:
-                work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, num_tokens)
+                work = Stream(call, outputs.deliver, num_tokens)
                 work.check_memory(max_bytes)
-                if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
+                if work.in_parts:
                     choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
             if _kind(call) != _kind(work.call):
                 raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")

@@ -13,28 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dilated_attention import blocks
+from dilated_attention import autograd, blocks
+from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.tensors import finished, no_autocast, readable, seems_finite, without_infinity
 from dilated_attention.blocks import View
+from dilated_attention.branches import Dense
 from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
-from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
-from dilated_attention.pattern import DilatedPattern, Pattern
-from dilated_attention.resolve import Options, computed_dtype
-from dilated_attention.streaming.slots import Slot, period_of, tables_of, tokens_until_full
+from dilated_attention.pattern import Pattern
+from dilated_attention.resolve import computed_dtype
+from dilated_attention.streaming.slots import Slot, Table, tables_of
 
 Pair = tuple[Tensor, Tensor]  # out and lse
-DENSE = DilatedPattern.longnet([2**48], [1])  # of all rows that are not hidden
+DENSE = Pattern([Dense()])  # of all rows that are not hidden
 
 
 @contextlib.contextmanager
@@ -50,14 +52,26 @@ class KVCache:
     def __init__(self, pattern: Pattern, like: Tensor, tokens: int | None = None) -> None:
         """``like``: k or v of any tokens. ``tokens``: room for sequences so long, and no longer; None: for any."""
         samples, _, self.kv_heads, head_dim = like.shape
-        self.pattern, self.full = pattern, tokens_until_full(pattern, self.kv_heads)
+        self.pattern = pattern
+        branches = pattern.branches_for(self.kv_heads)
+        self.kept = [[branch.kept(head) for head in branch.members] for branch in branches if branch.members]
+        every = list(itertools.chain(*self.kept))
+        # longer sequences keep no more rows than those of so many tokens; all segments begin together every so many
+        self.full = max(min(one.period, one.offset + one.most * one.step) for one in every)
+        self.period = math.lcm(*(one.period for one in every)) if all(one.anew for one in every) else FOREVER
         if tokens is None and self.full == FOREVER:
             raise ValueError(f"a cache of {pattern} grows with the sequence: say for how many tokens")
-        self.tokens = self.full if tokens is None else min(tokens, self.full)
-        self.period = period_of(pattern, self.kv_heads)
-        self.tables = tables_of(pattern, self.kv_heads, self.tokens, like.device)
         with any_mode():
             self.like = like.new_empty(samples, 0, head_dim)
+        self.tokens = self.full if tokens is None else min(tokens, self.full)
+
+    def rows_for(self, tokens: int) -> int:
+        """How many rows all heads have of sequences so long."""
+        return sum(len(some) * max(one.rows(tokens) for one in some) for some in self.kept)
+
+    @functools.cached_property
+    def tables(self) -> tuple[Table, ...]:
+        return tables_of(self.pattern, self.kv_heads, self.tokens, self.like.device)
 
     @functools.cached_property
     def rows(self) -> list[Tensor]:
@@ -70,9 +84,8 @@ class KVCache:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
         if min(tokens, self.full) <= self.tokens:
             return
-        tables, old = self.tables, vars(self).pop("rows", None)
+        tables, old = (vars(self).pop(name, None) for name in ("tables", "rows"))
         self.tokens = min(max(tokens, 2 * self.tokens), self.full)
-        self.tables = tables_of(self.pattern, self.kv_heads, self.tokens, self.like.device)
         with any_mode():
             for new, table, x, before in zip(self.tables, tables, self.rows, old, strict=True) if old else ():
                 for at, begin, end in zip(new.borders, table.borders, table.borders[1:], strict=False):
@@ -91,7 +104,7 @@ class KVCache:
     def is_on_device(self, heads: int, backend: Backend) -> bool:
         """Whether the host has no part in a step, as a CUDA graph needs."""
         q = self.like.new_empty(1, 1, heads // self.kv_heads, self.like.shape[2])
-        return all(_takes_rows(q, x[0, :1, 0].unsqueeze(2), backend) for x in self.rows)
+        return all(choose(_call(q, x[0, :1, 0].unsqueeze(2), None, backend)).is_whole for x in self.rows)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None, *, scale: float | None = None,
@@ -108,12 +121,15 @@ class KVCache:
         q, k, v = (x.to(computed_dtype(x)) for x in (q, k, v))
         if q.shape[1] == 1:
             return self._next(q, k, v, self.slots(at, count) if slots is None else slots, scale, backend)
+        call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
         with any_mode():
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
-                chunk = self.chunk(q[samples, :n], k[samples, :n], v[samples, :n], first, scale, backend, samples)
-                outs, lses = zip(*chunk, strict=True)
-                out[samples, :n], lse[samples, :n] = torch.cat(outs, 1), torch.cat(lses, 1)
+                border = min(n, -first % self.period)
+                for begin, end in (0, border), (border, n):
+                    if begin < end:
+                        part = samples, slice(begin, end)
+                        out[part], lse[part] = self.chunk(call, q[part], k[part], v[part], first + begin, samples)
         return out, lse
 
     def keep(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None) -> None:
@@ -129,7 +145,7 @@ class KVCache:
     def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float | None, backend: Backend) -> Pair:
         """One token per sample, on the device: the host waits for nothing."""
         samples, _, heads, dim = q.shape
-        query, new = q.view(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
+        query, new = q.reshape(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
         parts = []
         for table, rows, (index, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
             with any_mode():
@@ -156,29 +172,26 @@ class KVCache:
 
     # --- several tokens, of samples at one position -------------------------------------------------------------
 
-    def chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, at: int, scale: float | None, backend: Backend,
-        samples: slice = slice(None),
-    ) -> Iterator[Pair]:  # fmt: skip
-        """(out, lse) of the next tokens: to the end of the period that they continue, and those that begin one, where
-        they lie."""
-        first = min(q.shape[1], -at % self.period)
-        if first:
-            call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend, in_parts=True)
-            yield self._continued(call, q[:, :first], k[:, :first], v[:, :first], at, samples)
-        if first < q.shape[1]:
-            inputs, options = Inputs(q[:, first:], k[:, first:], v[:, first:]), Options(self.pattern, True, scale)
-            yield attend(inputs, options._replace(enable_gqa=True, backend=backend), warns=False)
+    def chunk(self, call: Call, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice = slice(None)) -> Pair:
+        """(out, lse) of the tokens from ``at`` on, which continue a period up to its end at most, or begin one.
 
-    def _continued(self, call: Call, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice) -> Pair:
-        """(out, lse) of tokens in the midst of segments: what they see of one another, then what is kept."""
+        Whole periods are one call, where they lie. k and v may go on after q.
+        """
+        stop, ends = at + q.shape[1], q.shape[1] == k.shape[1] and not (at and call.adds_zeros)
+        if at % self.period == 0 and (ends or stop % self.period == 0):
+            inputs = Inputs(q, k[:, : q.shape[1]], v[:, : q.shape[1]])
+            return autograd.attend(inputs, call.of(*inputs[:2], None, 0))
         before = at % self.period
-        call = call.of(q, k, None, 0)._replace(start=before, key_start=before, total=before + q.shape[1])
+        if call.adds_zeros and at > before:  # a sequence is longer than its segments, and zero keys fill these up
+            before += self.period
+        call = call.of(q, k, None, 0)._replace(
+            start=before, key_start=before, total=before + k.shape[1], in_parts=True
+        )  # fmt: skip
         with no_autocast(q.device):
             work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
-            for rows, some in blocks.away(call, 0, before):
-                kept = self._rows(rows, some[0].branch, samples)
+            for view, some in blocks.away(call, 0, before):
+                kept = self._rows(view, some[0].branch, samples)
                 sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
                 for block, part in work.each(some, sources):
                     merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *part)
@@ -202,24 +215,25 @@ class KVCache:
         if after % self.period == 0:
             return
         for table, rows in zip(self.tables, self.rows, strict=True):
-            for x, given in zip(rows[:, samples], (k[:, :, table.pick], v[:, :, table.pick]), strict=True):
-                for heads, slots, tokens in table.written(at, after):
-                    x[:, heads, slots] = given[:, tokens, heads].transpose(1, 2)
+            place, slot, token = table.written(at, after)
+            for x, given in zip(rows[:, samples], (k, v), strict=True):
+                x[:, place, slot] = given[:, token, table.head[place]].to(x.dtype)
 
 
-def _takes_rows(query: Tensor, rows: Tensor, backend: Backend) -> bool:
-    """Whether our kernel takes queries (b, 1, g, D) with rows (b, S, 1, D); an error if a named backend does not."""
-    return choose(Call(DENSE, backend=backend).of(query, rows, rows, rows.shape[1] - 1)).is_whole
+def _call(q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> Call:
+    """Of one query of each sample, (b, 1, g, D), over kept rows, (b, S, 1, D), of which some are hidden."""
+    return Call(DENSE, scale=DEFAULT_SCALE if scale is None else scale, backend=backend).of(q, k, k, k.shape[1] - 1)
 
 
 def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float | None, backend: Backend) -> Pair:
     """(out, lse) of one query of each sample, (B, h, g, D), over kept rows but those that are hidden from it."""
-    query, hidden = q.reshape(-1, 1, *q.shape[2:]), hidden.expand(*q.shape[:2], -1)
-    keys, values = (x.flatten(0, 1).unsqueeze(2) for x in kv)  # each head is a sample, with a mask of its own
-    if backend in ("triton", "sdpa") or (q.is_cuda and _takes_rows(query, keys, backend)):
-        inputs = Inputs(query, keys, values, hidden.flatten(0, 1))
-        out, lse = attend(inputs, Options(DENSE, scale=scale, enable_gqa=True, backend=backend), warns=False)
-        return out.view(q.shape), lse.view(q.shape[:3])
+    if q.device.type != "cpu" or backend not in ("auto", "eager"):
+        query = q.reshape(-1, 1, *q.shape[2:])
+        keys, values = (x.flatten(0, 1).unsqueeze(2) for x in kv)  # each head is a sample, with a mask of its own
+        call = _call(query, keys, scale, backend)
+        if backend == "sdpa" or choose(call).is_whole:
+            out, lse = run.forward(call, Inputs(query, keys, values, hidden.flatten(0, 1)))
+            return out.view(q.shape), lse.view(q.shape[:3])
     exact = accumulate_dtype(q.dtype)
     with no_autocast(q.device):
         keys, values = (x.to(q.dtype).to(exact) for x in kv)  # as autocast rounds them
