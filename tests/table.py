@@ -211,7 +211,9 @@ AHEAD = ("strided", "by heads", "global", "dense")  # whose queries see all late
 PATHS |= {
     "union_stream": Path(
         {
-            **PATHS["stream"].axes, "rule": ("once", "sum"), "tokens": (5, 53),
+            **PATHS["stream"].axes,
+            "rule": ("once", "sum"),
+            "tokens": (5, 53),
             "pattern": tuple(name for name in UNIONS if name not in AHEAD),
         },
         ("rule", "is_causal", "pattern"),
