@@ -56,7 +56,7 @@ class Pool:
     """Ranks that form one group. One call runs at a time, and none when a rank died or hung: the pool is broken."""
 
     def __init__(self, size: int) -> None:
-        self._groups, self._used = 0, False
+        self._groups = 0
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -69,7 +69,7 @@ class Pool:
             far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
             self._processes.append(process)
             self._pipes.append(pipe)
-        self._join()
+        self.join()
 
     @property
     def broken(self) -> bool:
@@ -90,22 +90,16 @@ class Pool:
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
-        self._used = True
+        self.used = True
         outcomes = self._call(function, args, timeout)
         failed = any(x.error_type for x in outcomes)
         if self.broken:
             self.close()
         elif failed:
-            self._join()
+            self.join()
         if check and failed:
             raise RanksFailed(getattr(function, "__qualname__", repr(function)), outcomes)
         return [x.value for x in outcomes] if check else outcomes
-
-    def renew(self) -> None:
-        """A fresh group: those that calls made end, with their polling threads."""
-        if self._used and not self.broken:
-            self._used = False
-            self._join()
 
     def close(self) -> None:
         """Ends all ranks, whatever they are doing."""
@@ -113,9 +107,9 @@ class Pool:
             process.kill()
             process.join()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Form a new group; messages of the last one are lost with it."""
-        self._groups += 1
+        self._groups, self.used = self._groups + 1, False
         outcomes = self._call(_enter_group, (self._store.port, self._groups, len(self._pipes)), TIMEOUT)
         if any(x.error_type for x in outcomes):
             self.close()
@@ -154,8 +148,10 @@ def pool(size: int) -> Pool:
 
 
 def renew_pools() -> None:
+    """Fresh groups: those that calls made end, with their polling threads."""
     for ranks in _pools.values():
-        ranks.renew()
+        if ranks.used and not ranks.broken:
+            ranks.join()
 
 
 @atexit.register

@@ -78,10 +78,9 @@ def _output(*command: str) -> str | None:
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    dirty = " + changes" if machine["dirty"] else ""
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = "{device}, {threads} threads, load {load}".format(**machine)
-    return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
+    return f"{where} | {found} | commit {machine['commit'][:12]}{' + changes' * bool(machine['dirty'])}"
 
 
 class Load:

@@ -105,10 +105,9 @@ def settings(drawn: Iterable[Record]) -> list[str]:
 
 
 def line_chart(data: Record, height: int, inside: str = "true") -> Record:
-    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` has `points`; `parameters` are
-    to be added.
+    """Lines over tokens, both axes logarithmic, with the names at their ends, which are seen where ``inside`` holds.
 
-    ``inside`` says of a name whether it is on the plot: after zooming it may not be.
+    ``data`` has `points`; `parameters` are to be added.
     """
     lost = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
     x = {"field": "tokens", "type": "quantitative", "scale": {"type": "log", "base": 2, "nice": False, "padding": 12}}

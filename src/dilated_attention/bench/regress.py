@@ -1,9 +1,7 @@
 """Two results files beside one another: what became slower, faster, larger, wrong or right, and where they come from.
 
 A change of time is one if the ratio of the medians passes the threshold, and the interval from the quartiles (lower of
-one over upper of the other) leaves out 1.
-
-Legend: before and after are the two files; a ratio is after / before, so that more than 1 is slower or larger.
+one over upper of the other) leaves out 1. A ratio is after / before: more than 1 is slower or larger.
 """
 
 from __future__ import annotations

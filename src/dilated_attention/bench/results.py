@@ -1,9 +1,7 @@
-"""What a results file holds, how one is read, and how its records are named.
+"""What a results file holds, how one is read, and how its records, of measurements or checks, are named.
 
 What is wrong with a file is a ValueError of one line that names the place. Control characters in its texts are escaped,
 so that no name can move the cursor of a terminal or end a line.
-
-Legend: a record is one entry of results["measurements"] or results["checks"].
 """
 
 from __future__ import annotations
@@ -129,6 +127,11 @@ def _check_figures(found: Record) -> None:
 def escaped(text: str) -> str:
     """With control characters as Python writes them."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def first_line(error: object) -> str:
+    """Some go on with a C++ trace."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:

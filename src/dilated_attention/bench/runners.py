@@ -19,7 +19,7 @@ from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import pool
 
 TIMEOUT = 300.0
-# how torch and the system say that there is no memory left; a rank that dies of signal 9 was ended by the system
+# how torch and the system say that no memory is left; a rank that dies of signal 9 was ended by the system
 SIGNS = (
     "out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate", "MemoryError",
     "died: the process ended with exit code -9",
@@ -34,8 +34,7 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
 
 
 def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> tuple[dict[str, Measure], Peaks, str]:
-    """What to time and memory, by direction, and in which way single rows at full length are wrong; "" also where they
-    cannot be checked. Of ranks the one that takes most."""
+    """What to time and peak memory, by direction, and how rows at full length are wrong ("" also if not checked)."""
     threads = max(1, torch.get_num_threads() // one.ranks)
     found = _everywhere(one.ranks, _hold, one.name, one.build, setting, directions, threads)
     peaks = {way: max(peaks[way] for _, peaks in found) for way in directions}

@@ -22,7 +22,7 @@ from dilated_attention.bench import machine, probes, runners
 from dilated_attention.bench.conclude import conclusions
 from dilated_attention.bench.pace import log
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS, SCHEMA, Record, far_off, in_words
+from dilated_attention.bench.results import DIRECTIONS, SCHEMA, Record, far_off, first_line, in_words
 from dilated_attention.bench.run import Call, Check, Expected, Measure, Timing, interleave, time_calls
 from dilated_attention.bench.setting import BOTH, Implementation, Setting
 from dilated_attention.pattern import DilatedPattern
@@ -57,16 +57,12 @@ class Session:
         default, self.limit_ms = (2.0, 2000.0) if self.on_cuda else (3.0, 4000.0)
         self.seconds = default if seconds is None else seconds
         self.share = 0.0  # of the run that is done
-        lists = ("suites", "checks", "measurements", "tables", "claims", "recommendations")
         self.results: Record = {
-            "schema": SCHEMA,
-            "machine": {**machine.describe(device, commit), **self.load.note()},
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "complete": False,
-            "seconds": 0.0,
-            "answer": "",
-            **{part: [] for part in lists},
-        }
+            "schema": SCHEMA, "machine": {**machine.describe(device, commit), **self.load.note()},
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes], "complete": False, "seconds": 0.0,
+            "suites": [], "checks": [], "measurements": [], "tables": [],
+            "answer": "", "claims": [], "recommendations": [],
+        }  # fmt: skip
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check] = {}
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
@@ -180,7 +176,7 @@ class Session:
         try:
             check = functools.reduce(Check.worse, (self._at(one, small) for small in setting.checks()))
         except ERRORS as error:
-            self._judge(one.identity(), setting, None, FAILED, _first_line(error))
+            self._judge(one.identity(), setting, None, FAILED, first_line(error))
             raise
         self._judge(one.identity(), setting, check)
         return check
@@ -236,7 +232,7 @@ def _speed_key(record: Record) -> tuple[Any, ...]:
 
 def _fail(records: Iterable[Record], error: Exception) -> None:
     """Of those that have not ended in another way."""
-    why = _first_line(error)
+    why = first_line(error)
     _end((x for x in records if not x["status"]), "out of memory" if runners.ran_out(error) else "wrong", why)
 
 
@@ -247,7 +243,3 @@ def _end(records: Iterable[Record], status: str, why: str) -> dict[str, Measure]
         if status == "wrong":
             record["peak_bytes"] = None
     return {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -26,10 +26,7 @@ CHECK_TOKENS = 512  # and tokens at most so many, as the oracle is quadratic
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, segments and where they live; the rule belongs to the implementation.
-
-    Without ``lengths`` the segments are those that `DilatedPattern.suggest` gives.
-    """
+    """Sizes, segments (without ``lengths``, those that `suggest` gives) and where they live. It has no rule."""
 
     tokens: int
     lengths: tuple[int, ...]

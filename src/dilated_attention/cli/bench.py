@@ -28,7 +28,7 @@ Example: dilated-attention bench --suite quick --out report
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,11 +74,10 @@ def run(given: Namespace) -> int:
     if is_pretty:
         from dilated_attention.cli.output import watching
     with watching() if is_pretty else nullcontext(log) as watch:
-        try:
+        code = 130  # as a shell has it for Ctrl-C, after which what there is was saved
+        with suppress(KeyboardInterrupt):
             suites.run(names, where, dtypes, save=kept.save, watch=watch, seconds=given.seconds, commit=given.commit)
             code = 0
-        except KeyboardInterrupt:  # what there is was saved
-            code = 130  # as a shell has it
     if kept.results is None:
         print("interrupted before anything was measured: nothing was written")
     elif is_pretty:

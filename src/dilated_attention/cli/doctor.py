@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from dilated_attention.bench.results import first_line
 from dilated_attention.cli import options
 
 OPTIONS = (options.JSON,)
@@ -33,7 +34,7 @@ def run(given: Namespace) -> int:
         runs, verdicts = kernels(devices), dict(checks(devices))
     failed, count = sum(map(bool, verdicts.values())), len(verdicts)
     verdict = f"{failed} of {count} checks failed" if failed else f"all {count} checks passed"
-    said = sorted({_first_line(warning.message) for warning in told})
+    said = sorted({first_line(warning.message) for warning in told})
     if given.json:
         found = {"machine": about, "runs": runs, "checks": verdicts, "warnings": said, "verdict": verdict}
         print(json.dumps(found, indent=1))
@@ -45,11 +46,6 @@ def run(given: Namespace) -> int:
         print(*(f"    {what}: {why or 'exact'}" for what, why in verdicts.items()), sep="\n")
         print(*(f"warning: {text}" for text in said), verdict, sep="\n")
     return int(failed > 0)
-
-
-def _first_line(error: object) -> str:
-    """Some go on with a C++ trace."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def kernels(devices: Sequence[str]) -> dict[str, list[str]]:
@@ -78,5 +74,5 @@ def checks(devices: Sequence[str]) -> Iterator[tuple[str, str]]:
         try:
             testing.check(qkv, DilatedPattern.of(rule, [16, 32, 64], [1, 2, 3]), is_causal=is_causal)
         except (AssertionError, RuntimeError) as error:  # torch's own errors, too: a kernel that fails is a finding
-            why = f"failed: {_first_line(error)}"
+            why = f"failed: {first_line(error)}"
         yield f"{rule} {dtype} on {device}{', causal' if is_causal else ''}", why

@@ -186,8 +186,7 @@ def dtype(text: str) -> torch.dtype:
     kind = text.lower().replace("fp", "float").replace("bf1", "bfloat1")
     if kind not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {text!r}")
-    found: torch.dtype = getattr(torch, kind)
-    return found
+    return getattr(torch, kind)  # type: ignore[no-any-return]
 
 
 def device(text: str) -> torch.device:

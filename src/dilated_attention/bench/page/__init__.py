@@ -1,10 +1,8 @@
 """The report: results.csv for spreadsheets, plots for a README, and index.html for people.
 
-The page is one file that needs nothing else, works from a disk, and lets nothing in or out.
-
-Tables are plain HTML, so they are there without JavaScript. Jinja2 escapes every text of the results. The plot is drawn
-by Vega, whose script is in the page; page.js gives it the points that the reader asks for. `cli.tables` prints some of
-the tables, too.
+The page is one file that needs nothing else, works from a disk, and lets nothing in or out. Tables are plain HTML, so
+they are there without JavaScript; `cli.bench` prints some of them, too. Jinja2 escapes every text of the results. The
+plot is drawn by Vega, whose script is in the page; page.js gives it the points that the reader asks for.
 
 Legend: a column whose name begins with < is to be read, and the others, but for the first, hold numbers. In a cell,
 whatever follows a line break is small.
