@@ -214,11 +214,11 @@ class Problem(NamedTuple):
 
     def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
-        from dilated_attention.backends.triton import launch, whole_call
+        from dilated_attention.backends.triton import launch, strips, whole_call
 
         q, k, v, dout = self.inputs
         found = self.results
-        (todo,) = whole_call.work(self.call, kernel)
+        (todo,) = strips.work(self.call, kernel)
         tensors = {
             "forward": (q, k, v, found["out"], found["lse"], q, q, q),
             "dq": (q, k, v, dout, self.out, self.lse, q, found["dq"], found["stats"], q, q),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, testing
+from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention, explain, testing
 from dilated_attention.backends import aten, eager, sdpa
 from dilated_attention.backends.problem import Outputs, Problem
 from dilated_attention.backends.triton import table
@@ -219,6 +219,24 @@ def test_more_elements_than_32_bits_count(kernel: str) -> None:
         ask(kernel, backend, qkv, pattern)
         got = testing.run(attend(pattern, backend=backend), qkv, dout, dlse)
     hold_parts(got, qkv, pattern, dout, dlse)
+
+
+@pytest.mark.large
+def test_a_window_over_more_elements_than_32_bits_count() -> None:
+    """Its first and last rows are what they are alone, but where what was cut off matters."""
+    tokens, heads, dim, cut, near = 2**20 + 600, 17, 128, 600, 64
+    needs(90)
+    pattern = Pattern([Window(near - 1)])
+    qkv = tuple(normal(1, tokens, heads, dim, seed=seed, dtype=BF16) for seed in (1, 2, 3))
+    dout = normal(1, tokens, heads, dim, seed=4, dtype=BF16)
+    got = testing.run(attend(pattern, is_causal=True, backend="triton"), qkv, dout, None)
+    for some, rows in ((slice(0, cut), slice(0, cut - near)), (slice(tokens - cut, tokens), slice(2 * near, cut))):
+        alone, sent = tuple(x[:, some] for x in qkv), dout[:, some]
+        exact, plain = (
+            testing.oracle(alone, pattern, sent, None, is_causal=True, dtype=dtype) for dtype in (torch.float64, None)
+        )
+        found = Results(*(x[:, some] for _, x in got.items()))
+        testing.assert_exact(*(Results(*(x[:, rows] for _, x in part.items())) for part in (found, exact, plain)))
 
 
 @pytest.mark.large

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Blocks, DilatedPattern, Pattern, Window
 from dilated_attention.backends.triton import tiling as tilings
 from dilated_attention.backends.triton.dispatch import form_of
 from dilated_attention.backends.triton.nesting import MOST_TILES, launches
+from dilated_attention.backends.triton.strips import work
 from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
 from dilated_attention.backends.triton.tiling import Nest, Nests, tiling
 from dilated_attention.call import Call, Heads
@@ -289,6 +290,33 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(
             same(make_table(asked), expected)
         assert makers == [torch if few == 0 else np] * parts  # for the tail: a period's are kept
         makers.clear()
+
+
+def sizes_of(pattern: Pattern, tokens: int, kernel: str = "forward") -> list[tuple[int, ...]]:
+    """How many sections, tiles and runs the tables of a causal call have."""
+    call = Call(pattern, True, kv_heads=2, heads=2, total=tokens)
+    found = [make_table(demand(some, cu_seqlens=(0, tokens), own=64, other=32)) for some in work(call, kernel)]
+    numbers = len(Section._fields), 7, 5
+    return [
+        tuple(len(x) // n for x, n in zip((one.sections, one.tiles, one.runs), numbers, strict=True)) for one in found
+    ]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv"])
+def test_the_table_of_a_window_does_not_grow_with_the_sequence(kernel: str) -> None:
+    for window in (Window(1023), Window(30, 5), Window(200, rate=4)):
+        sizes = [sizes_of(Pattern([window]), tokens, kernel) for tokens in (1 << 14, (1 << 20) + 8 * 1024)]
+        assert sizes[0] == sizes[1]
+        assert sum(sizes[0][0]) < 250
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv"])
+def test_listed_blocks_are_one_section_and_neighbours_one_run(kernel: str) -> None:
+    """However many there are; the second is there for kernels that are compiled for two."""
+    listed = Blocks(64, [(row, row - distance) for row in range(100) for distance in (0, 1, 2, 9) if row >= distance])
+    ((sections, tiles, runs),) = sizes_of(Pattern([listed]), 100 * 64, kernel)
+    assert (sections, tiles) == (2, 100)
+    assert runs < 100 * 4  # two runs, of which the diagonal cuts one, and that after the last
 
 
 @pytest.mark.parametrize("capturing", [False, True])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, merge, reference, testing
+from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention, explain, merge, reference, testing
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import dispatch
@@ -65,7 +65,15 @@ class Tiles(NamedTuple):
     masked: bool = False
 
 
-FORMS = [("", False), ("", True), ("nested", False), ("nested", True), ("dense", False), ("apart", False)]  # short?
+FORMS = [
+    ("", False),
+    ("", True),
+    ("nested", False),
+    ("nested", True),
+    ("dense", False),
+    ("apart", False),
+    ("band", False),
+]  # fmt: skip -- short?
 
 
 def make_tiles() -> list[Tiles]:
@@ -101,6 +109,7 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
         "nested": (longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0),
         "dense": (head_groups([512], [1]), (4, 2), 0.2),
         "apart": (torchscale([512, 2048], [1, 3]), (4, 2), 0.2),  # a launch for each branch
+        "band": (Pattern([Window(300)]), (4, 2), 0.2),
         "": (head_groups([512, 1024], [1, 2]), (4, 2), 0.2),  # several sections in one launch
     }[tiles.form]
     chosen = Call(pattern, tiles.is_causal, dropout_p=dropout_p * tiles.masked, backend="triton")

@@ -40,7 +40,7 @@ def shares(branch: Branch, head: int, tokens: int, is_causal: bool, edges: tuple
             at = edges[down.start]  # from here on, so that repeats are alike
             sides = (tuple(edge - at for edge in edges[x.start : x.stop + 1]) for x in (down, across))
             counts[down, across] += _spread(one.moved(-at), *sides)
-    inside = [(*cell, pairs) for cell, pairs in alone.items() if 0 <= min(cell) and max(cell) < len(counts)]
+    inside = [(*cell, pairs) for cell, pairs in alone.items() if min(cell) >= 0 and max(cell) < len(counts)]
     i, j, numbers = torch.tensor(inside, dtype=torch.float64).view(-1, 3).T
     counts.index_put_((i.long(), j.long()), numbers, accumulate=True)
     return counts / (lengths[:, None] * lengths)

@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.endless import stretches
-from dilated_attention.backends.triton.tiling import Array, Tiling
+from dilated_attention.backends.triton.tiling import Array, Nests, Tiling
 from dilated_attention.branches import Blocks
 from dilated_attention.branches.base import Rect, Rows
 from dilated_attention.call import Call
+from dilated_attention.pattern import DilatedPattern
 
 NONE = 2**30  # a limit that is none
 
@@ -43,6 +45,13 @@ class Strip:
 
 
 Strips = tuple[Strip, ...]  # of one launch
+
+
+def work(call: Call, kernel: str) -> tuple[Nests | Strips, ...]:
+    """What each launch of a kernel has to do."""
+    if isinstance(call.pattern, DilatedPattern):
+        return nesting.launches(call)
+    return launches(call, kernel == "dkdv") or ()
 
 
 def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
