@@ -24,32 +24,11 @@ ROOT = Path(__file__).parents[1]
 NAME = "dilated_attention"
 
 PUBLIC = [
-    "Blocks",
-    "CommunicationError",
-    "ContextParallel",
-    "Dense",
-    "Dilated",
-    "DilatedAttention",
-    "DilatedAttentionWarning",
-    "DilatedPattern",
-    "Explanation",
-    "Global",
-    "MultiheadDilatedAttention",
-    "Pattern",
-    "Prefix",
-    "RingDilatedAttention",
-    "RingMultiheadDilatedAttention",
-    "Strided",
-    "Window",
-    "dilated_attention",
-    "explain",
-    "gather_sequence",
-    "local_positions",
-    "plan_cost",
-    "sequence_mean",
-    "shard_sequence",
-    "stream",
-]
+    "Blocks", "CommunicationError", "ContextParallel", "Dense", "Dilated", "DilatedAttention",
+    "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
+    "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "dilated_attention",
+    "explain", "gather_sequence", "local_positions", "plan_cost", "sequence_mean", "shard_sequence", "stream",
+]  # fmt: skip
 
 # A module imports only what stands before it. A new module takes its place here.
 LAYERS = [

@@ -181,7 +181,7 @@ def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: 
     falls = any(after < before for before, after in itertools.pairwise(numbers))
     if not numbers or numbers[0] != 0 or falls or (tokens is not None and numbers[-1] != tokens):
         end = "the number of tokens of all ranks" if tokens is None else f"{tokens}, the number of tokens"
-        shown = f"{numbers[:4]} ... {numbers[-4:]}" if len(numbers) > 8 else f"{numbers}"
+        shown = numbers if len(numbers) < 9 else f"{numbers[:4]} ... {numbers[-4:]}"
         raise ValueError(f"{name} must begin with 0, never fall, and end with {end}, got {shown}")
     different = tuple(dict.fromkeys(numbers))
     return different if len(different) > 2 or (tokens is None and len(different) > 1) else ()

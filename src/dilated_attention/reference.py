@@ -123,11 +123,11 @@ def key_counts(
         if isinstance(branch, Dilated) and pattern.adds_zeros and not is_causal:
             width, rate = branch.length, branch.rate
             takes_part = torch.stack(shown).diagonal(dim1=1, dim2=2)
-            offset = torch.tensor([branch.offset_of(h) for h in head.tolist()], device=like.device)[:, None]
-            real = (ends[:, None] - position // width * width).clamp(0, width)  # of each row's segment
-            rows = ((real - offset + rate - 1) // rate).clamp(min=0)
-            filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - rows
-            zeros += torch.where(takes_part & (real > 0), filled, 0).unsqueeze(-1).to(zeros.dtype)
+            # of each row's segment, up to where its sample ends
+            real = torch.stack(shown) & (after == after[:, None]) & (position < ends.unsqueeze(-1)).unsqueeze(1)
+            filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - real.sum(-1)
+            begun = (position // width * width < ends)[:, None]
+            zeros += torch.where(takes_part & begun, filled, 0).unsqueeze(-1).to(zeros.dtype)
     return torch.stack(counts).to(like.dtype), zeros
 
 

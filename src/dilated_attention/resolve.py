@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -82,18 +82,16 @@ def _signature(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None
     if options.heads is not None or forward_ad._current_level >= 0:
         return None
     for x in (query, key, value):
-        if not isinstance(x, Tensor) or x.is_nested or x.layout is not strided:
+        if not isinstance(x, Tensor) or x.is_nested:
             return None
     dtype, device = query.dtype, query.device
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-    other: Hashable = None
-    if mask is not None or positions is not None:
-        other = tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in (mask, positions))
-    return (
-        options, tuple(map(type, options)), numbers, wants_grad, autocast, settings(dtype, device), query.shape,
-        key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device, value.device, other,
-    )  # fmt: skip
+    tensors = [
+        (x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x
+        for x in (query, key, value, mask, positions)
+    ]
+    return options, *map(type, options), numbers, wants_grad, autocast, settings(dtype, device), *tensors
 
 
 # --- the checks -------------------------------------------------------------------------------------------------

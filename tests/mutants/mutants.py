@@ -516,9 +516,9 @@ MUTANTS = [
     M("auto-takes-what-does-not-fit", "exchange='auto' takes an exchange that holds too much.", "ring/cost.py",
       "if name == \"ring\" or exchanges[name].held <= MOST_HELD * memory.saved]", "]"),
     M("true-taken-for-one", "After a call with scale=1.0, scale=True is taken for it.", "resolve.py",
-      "tuple(map(type, options)), numbers", "numbers"),
+      "options, *map(type, options), numbers", "options, numbers"),
     M("kernels-switched-off-are-used", "A kernel that is switched off after a first call still runs.", "resolve.py",
-      "settings(dtype, device), query.shape", "query.shape"),
+      "autocast, settings(dtype, device)", "autocast"),
     # --- what users may pass ------------------------------------------------------------------------------------
     M("float-padding-mask-accepted", "A padding mask of floats is taken for one of bools.", "resolve.py",
       "    if mask.dtype != torch.bool:\n", "    if mask.dtype == torch.int64:\n"),

@@ -58,7 +58,7 @@ def choose(call: Call, backward: bool = False) -> Choice:
     name = call.backend
     if name == "auto":
         able = [name for name, module in BACKENDS.items() if not module.unsupported(call, backward)]
-        name = next((name for name in able if BACKENDS[name].preference(call, backward)[0]), able[0])
+        name = max(able, key=lambda name: BACKENDS[name].preference(call, backward)[0])  # the first of those
     module = BACKENDS[name]
     reasons = module.unsupported(call, backward)
     if reasons:

@@ -55,8 +55,8 @@ def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
         >>> shard.shape[1] == 64 // group.size()
         True
     """
-    start, stop = _bounds(x.shape[dim], process_group(group))
-    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    pg = process_group(group)
+    return x.tensor_split(pg.size(), dim)[pg.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def local_positions(n: int, group: Group, *, device: torch.device | str | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def local_positions(n: int, group: Group, *, device: torch.device | str | None =
     """
     if n < 0:
         raise ValueError(f"n must be the global number of tokens, got {n}")
-    return torch.arange(*_bounds(n, process_group(group)), device=device)
+    return shard_sequence(torch.arange(n, device=device), group, 0)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
@@ -207,10 +207,3 @@ def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transp
     for peer, message in arrived.items():
         found[peer] = message.view(mine.dtype).view(shapes[peer])
     return found
-
-
-def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
-    """Start and stop of this rank's shard of n tokens; the first n % P shards have one more."""
-    length, more = divmod(n, pg.size())
-    start = pg.rank() * length + min(pg.rank(), more)
-    return start, start + length + (pg.rank() < more)
