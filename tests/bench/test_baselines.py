@@ -29,26 +29,6 @@ def test_copying_is_exact(function, tokens: int, is_causal: bool) -> None:
     assert checked(function, pattern, tokens, is_causal).verdict == "exact"
 
 
-def test_copying_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is compared for: the kernel gets rows that lie together, in both ways."""
-    pattern = DilatedPattern.head_groups([16], [2])
-    seen: list[bool] = []
-    monkeypatch.setattr(baselines, "dense", lambda q, k, v, **_: seen.append(q.is_contiguous()) or q)
-    baselines.copy_and_gather(*make_qkv(1, 32, 2, 8), pattern)
-    baselines.copy_slices(*make_qkv(1, 32, 2, 8), pattern)
-    assert seen == [True, True]
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_over_heads_sees_no_other_token(is_causal: bool) -> None:
-    pattern = DilatedPattern.head_groups([8, 16], [1, 2])
-    assert checked(baselines.over_heads, pattern, 64, is_causal).verdict == "wrong"
-    query, key, value = make_qkv(1, 64, 4, 8)
-    before = baselines.over_heads(query, key, value, pattern)
-    value[:, 1:] += 1
-    assert torch.equal(baselines.over_heads(query, key, value, pattern)[:, 0], before[:, 0])
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_mask_of_flex_attention_is_the_pattern(is_causal: bool) -> None:
     """The mask alone: on a CPU FlexAttention has no backward, and compiling it takes long."""
@@ -73,14 +53,6 @@ def test_gather_pad_scatter_has_the_right_out_and_wrong_gradients(tokens: int, i
     assert check.verdict == "wrong gradients"
     assert check.right("out", "d v")  # the mixing weights do not depend on the values
     assert min(check.errors["d q"], check.errors["d k"]) > 1e-3
-
-
-def test_what_has_one_branch_is_exact() -> None:
-    assert checked(baselines.gather_pad_scatter, DilatedPattern.torchscale([16], [1]), 48, False).verdict == "exact"
-    for is_causal in (False, True):  # dense attention is its own pattern
-        dense = checked(lambda *x, is_causal: baselines.dense(*x[:3], is_causal=is_causal),
-                        DilatedPattern.longnet([37], [1]), 37, is_causal)  # fmt: skip
-        assert dense.verdict == "exact"
 
 
 @pytest.mark.parametrize(

@@ -141,20 +141,3 @@ def test_what_earlier_versions_wrote_is_read(file: Path) -> None:
     found = load(file)
     assert page(found)
     assert not compare(found, found).is_worse
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"{", "Expecting property name"),
-        (b"\xff\xfe", "can't decode byte"),
-        (b"[]", "it has no schema"),
-        (b'{"schema": 2}', "has schema 2, and this version reads 1"),
-        (b'{"schema": 1, "suites": []}', "it has no machine, measurements, checks"),
-    ],
-)
-def test_files_that_are_none(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "some.json"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"some.json .*{message}"):
-        load(file)

@@ -1,12 +1,14 @@
-"""benchmarks/ring.py on two CPU ranks: it checks, measures, and counts the bytes that were planned."""
+"""benchmarks/ring.py on two CPU ranks checks, measures, and counts bytes; pictures of the docs show what was measured."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert run["forward/ms"] > 0
     assert run["forward/peak_mib"] > 0
     assert run["machine"]["versions"]["torch"]
+
+
+def test_the_speeds_are_those_of_the_committed_results() -> None:
+    pictures: dict[str, Any] = runpy.run_path(str(ROOT / "docs/pictures.py"))
+    values = pictures["speed_chart"]()["data"]["values"]
+    measured = json.loads((ROOT / "benchmarks/results/suggested/results.json").read_text())["measurements"]
+    medians = {x["ms"]["median"] for x in measured if x["ms"] and x["direction"] == "forward_backward"}
+    assert {one["series"] for one in values} == set(pictures["NAMES"].values())
+    assert {one["ms"] for one in values} <= medians

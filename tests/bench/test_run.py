@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.bench import machine, probes, run, runners
-from dilated_attention.bench.run import Check, Expected, Timing, interleave, oracle, time_calls
+from dilated_attention.bench import machine, probes, runners
+from dilated_attention.bench.run import Timing, interleave, oracle, time_calls
 from dilated_attention.bench.setting import Implementation, Setting, Subject
 from dilated_attention.testing import make_qkv
 
@@ -35,34 +35,6 @@ def test_slow_calls_are_timed_once_and_quick_ones_get_their_share() -> None:
     assert timings["slow"] == Timing(1500.0, 1500.0, 1500.0, 1)
     assert timings["quick"].repeats == 10  # a third of 30 ms
     assert timings["some"] == Timing(3.0, 2.0, 4.0, 10)  # five rounds, whatever one gives
-
-
-@pytest.mark.parametrize(("long", "short", "expected"), [(1.8, 2.3, [1.8, 2.3, 2.3]), (2.1, 1.9, [2.1, 2.1, 2.1])])
-def test_a_call_keeps_its_clock(
-    monkeypatch: pytest.MonkeyPatch, long: float, short: float, expected: list[float]
-) -> None:
-    """On CUDA the first time decides between two clocks that count Python differently; near the border too."""
-    monkeypatch.setattr(run, "_cuda_milliseconds", lambda call: long)
-    monkeypatch.setattr(run, "_short_calls", lambda call: [short])
-    measure = run.measure_of(lambda: None, torch.device("cuda"))
-    assert [measure()[0] for _ in range(3)] == expected
-
-
-def test_the_worse_of_two_checks_keeps_its_own_limit() -> None:
-    one = Check({"out": 1.0, "d q": 4.0}, {"out": 2.0, "d q": 2.0})
-    other = Check({"out": 3.0, "d q": 1.0}, {"out": 9.0, "d q": 2.0})
-    assert one.worse(other) == other.worse(one) == one
-    assert one.verdict == "wrong gradients"
-    exact, off = (Check({"d q": error}, {"d q": 0.0}) for error in (0.0, 1e-9))  # no error is allowed
-    assert exact.worse(off) == off.worse(exact) == off
-
-
-def test_bfloat16_is_held_against_plain_pytorch() -> None:
-    qkv = make_qkv(1, 50, 2, 8, dtype=torch.bfloat16)
-    dout = torch.randn(qkv[0].shape).bfloat16()
-    expected = Expected.of(oracle(PATTERN), qkv, dout)
-    assert expected.compare(run.results(lambda *x: dilated_attention(*x, PATTERN), qkv, dout)).verdict == "exact"
-    assert 1e-4 < expected.limits["out"] < 0.1
 
 
 def test_out_without_gradients_is_checked_too() -> None:

@@ -103,9 +103,19 @@ def test_results_that_are_none(refused: Refused, tmp_path: Path, place: str, val
     assert match in refused("compare", RESULTS, file)
 
 
-def test_what_is_no_json(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("[" * 100_000)
-    assert "nested too deeply" in refused("report", tmp_path)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"), (b"{", "Expecting property name"), (b"\xff\xfe", "can't decode byte"),
+        (b"[]", "it has no schema"), (b'{"schema": 2}', "has schema 2, and this version reads 1"),
+        (b'{"schema": 1, "suites": []}', "it has no machine, measurements, checks"),
+    ],
+)  # fmt: skip
+def test_what_is_no_results_file(refused: Refused, tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "results.json").write_bytes(content)
+    assert f"results.json is not a results file: {message}" in refused("report", tmp_path).replace(
+        "its values are ", ""
+    )
 
 
 def test_no_name_reaches_the_terminal_as_it_is(run: Run, tmp_path: Path) -> None:
