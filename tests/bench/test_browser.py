@@ -98,9 +98,6 @@ def here(direction: str = "forward_backward", **also: Any) -> list[dict[str, Any
     return [one for one in found if one["series"] in FIRST]
 
 
-# --- the plot ---------------------------------------------------------------------------------------------------
-
-
 def test_the_first_lines_are_drawn_with_their_names_on_the_first_screen(show: Open) -> None:
     chrome = show()
     timed = {one["series"] for one in here() if one["ms"]}
@@ -194,9 +191,6 @@ def test_words_filter_the_rows_of_tables(show: Open) -> None:
     assert seen[0].text.startswith("RingDilatedAttention, 4 ranks")
 
 
-# --- everywhere readable ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_plot_has_the_colours_of_the_theme(show: Open, theme: str) -> None:
     chrome = show(theme=theme)
@@ -239,9 +233,6 @@ def test_an_empty_page_and_a_page_without_script_say_so(
         assert "The plot needs JavaScript" in browser.find_element(By.TAG_NAME, "body").text
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-
-
-# --- nothing comes in or goes out -------------------------------------------------------------------------------
 
 
 def test_names_are_only_names(show: Open) -> None:

@@ -124,9 +124,6 @@ def test_where_files_come_from() -> None:
     assert (found.origins, found.is_other_machine) == ((("threads", "8", "4"),), True)
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_and_a_folder_that_holds_one(tmp_path: Path) -> None:
     found = sample.sample()
     (tmp_path / "results.json").write_text(json.dumps(found), encoding="utf-8")

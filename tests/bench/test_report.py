@@ -60,9 +60,6 @@ def parsed() -> Parsed:
     return Parsed(page(SAMPLE))
 
 
-# --- files ------------------------------------------------------------------------------------------------------
-
-
 def test_all_is_written_and_named(tmp_path: Path) -> None:
     said: list[str] = []
     written = write_report(SAMPLE, tmp_path / "new", say=said.append)
@@ -97,9 +94,6 @@ def test_without_what_draws_there_is_a_csv_and_one_line(tmp_path: Path, monkeypa
     assert "needs vl_convert, which is not installed: pip install" in said[1]
 
 
-# --- csv --------------------------------------------------------------------------------------------------------
-
-
 def lines(results: Results) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(csv_text(results["measurements"]))))
 
@@ -131,9 +125,6 @@ def test_what_was_not_measured_has_no_figure_anywhere(status: str) -> None:
         assert "987,654" not in told
 
 
-# --- points and lines -------------------------------------------------------------------------------------------
-
-
 def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     drawn = plots.points(SAMPLE["measurements"])
     start, *others = plots.settings(drawn)
@@ -144,9 +135,6 @@ def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     assert set(first) >= {name for name in plots.FIRST if name in sample.WHO}
     assert sample.WRONG not in {one["series"] for one in drawn}
     assert plots.settings([]) == []
-
-
-# --- page -------------------------------------------------------------------------------------------------------
 
 
 def test_the_plain_parts_need_no_script() -> None:
@@ -234,12 +222,6 @@ def test_nothing_can_be_loaded_and_nothing_else_can_run() -> None:
         assert not [name for name in attributes if name.startswith("on") or name in ("style", "src", "srcset")]
         if "href" in attributes:
             assert str(attributes["href"]).startswith(("data:,", "plots/", "results.csv"))
-
-
-# --- looks ------------------------------------------------------------------------------------------------------
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------
 
 
 def texts(picture: dict[str, Any] | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""benchmarks/ring.py on two CPU ranks checks, measures, and counts bytes; pictures of the docs show what was measured."""
+"""benchmarks/ring.py on two CPU ranks measures and counts bytes; the picture of speeds shows what was measured."""
 
 from __future__ import annotations
 

@@ -89,9 +89,6 @@ def test_an_interrupted_run_keeps_what_it_has() -> None:
     assert saved[-1]["answer"]
 
 
-# --- the suites -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", suites.PLANS)
 def test_every_suite_can_be_planned(name: str, device: str) -> None:

@@ -113,9 +113,9 @@ def test_results_that_are_none(refused: Refused, tmp_path: Path, place: str, val
 )  # fmt: skip
 def test_what_is_no_results_file(refused: Refused, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "results.json").write_bytes(content)
-    assert f"results.json is not a results file: {message}" in refused("report", tmp_path).replace(
-        "its values are ", ""
-    )
+    said = refused("report", tmp_path)
+    assert "results.json is not a results file" in said
+    assert message in said
 
 
 def test_no_name_reaches_the_terminal_as_it_is(run: Run, tmp_path: Path) -> None:
