@@ -27,19 +27,6 @@ SMALL = ((32, 64), (1, 2))
 SHORT = DilatedPattern.longnet([16, 32, 64], [1, 2, 4])
 
 
-class Noting:
-    """Notes what it is told: (what, share of the run) of what begins, and what has ended."""
-
-    def __init__(self) -> None:
-        self.steps, self.said = list[tuple[str, float]](), list[str]()
-
-    def __call__(self, text: str, share: float | None = None) -> None:
-        if share is None:
-            self.said.append(text)
-        else:
-            self.steps.append((text, share))
-
-
 def started(**more: Any) -> Session:
     return Session(CPU, (torch.float32, torch.float16), seconds=0.0, commit="abc", **more)
 
@@ -59,14 +46,15 @@ def table_of(made: Session, title: str = "") -> list[list[Any]]:
 
 def test_results_are_saved_after_every_step_and_carry_what_a_number_needs(tmp_path: Path) -> None:
     saved: list[dict[str, Any]] = []
-    watch = Noting()
-    one = started(watch=watch)
+    told: list[tuple[str, float | None]] = []
+    one = started(watch=lambda text, share=None: told.append((text, share)))
     planned = [small_step(one, "head_groups, sdpa", "attention over heads"), small_step(one, "longnet, sdpa")]
     results = one.run({"suite": planned}, lambda found: saved.append(copy.deepcopy(found)))
     assert [(len(x["measurements"]), x["complete"]) for x in saved] == [(4, False), (6, False), (6, True)]
-    assert [share for _, share in watch.steps] == [0, 0, 0, 0.5, 0.5]
-    assert re.fullmatch(r"128 tokens, head_groups, sdpa: forward \S+ ms, forward \+ backward \S+ ms", watch.said[0])
-    assert watch.said[1] == "128 tokens, attention over heads: forward wrong, forward + backward wrong"
+    assert [share for _, share in told if share is not None] == [0, 0, 0, 0.5, 0.5]
+    said = [text for text, share in told if share is None]
+    assert re.fullmatch(r"128 tokens, head_groups, sdpa: forward \S+ ms, forward \+ backward \S+ ms", said[0])
+    assert said[1] == "128 tokens, attention over heads: forward wrong, forward + backward wrong"
     assert results["machine"]["commit"] == "abc"
     assert {"others", "too_busy"} <= results["machine"].keys()
     assert "2 of 3 implementations" in results["answer"]
@@ -100,11 +88,9 @@ def test_every_suite_can_be_planned(name: str, device: str) -> None:
 def test_quick_has_the_patterns_that_are_suggested() -> None:
     for step in suites.PLANS["quick"](started()):
         _, which, setting = step.args  # type: ignore[attr-defined]
+        assert {"head_groups, auto", "longnet, auto", "dense SDPA"} < {one.name for one in which}
         for rule in ("head_groups", "longnet", "torchscale"):
             assert setting.pattern(rule) == DilatedPattern.suggest(setting.tokens, setting.heads, rule=rule)
-        longest = setting.pattern("head_groups").segment_lengths[-1]
-        assert setting.checks()[1].lengths[-1] == longest // 16 >= setting.tokens // 16
-        assert {"head_groups, auto", "longnet, auto", "dense SDPA"} < {one.name for one in which}
 
 
 def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:

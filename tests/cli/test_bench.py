@@ -1,4 +1,4 @@
-"""`bench`: what is kept whatever happens, what is printed, and the exit code."""
+"""`bench` and `report`: what is kept whatever happens, what is printed, and the exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from dilated_attention.bench import suites
+from dilated_attention.bench.conclude import conclusions
 from dilated_attention.cli.bench import print_results
 from dilated_attention.cli.output import watching
 
@@ -192,3 +193,37 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         watch("one: exact")  # what stays is drawn above the bar, and draws the bar again
     for said in ("checking [one]", "52 s left", "one: exact", f"m{5 * '━'}\x1b"):  # a quarter of the bar
         assert said in written.getvalue()
+
+
+def test_a_report_beside_its_results(run: Any, results: Results, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results))
+    code, out, err = run("report", file)
+    assert (code, err) == (0, "")
+    assert "longnet, auto" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert {file.name for file in (tmp_path / "plots").iterdir()} >= {"time.svg", "time.png"}
+    assert f"written: {tmp_path / 'index.html'}" in out
+    assert json.loads(file.read_text()) == results
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_report_draws_conclusions_anew_when_asked(run: Any, results: Results, tmp_path: Path) -> None:
+    file, page = tmp_path / "results.json", tmp_path / "a/b/index.html"
+    file.write_text(json.dumps({**results, "answer": "An old answer."}))
+    assert run("report", tmp_path, "--out", page.parent).code == 0
+    assert "An old answer." in page.read_text(encoding="utf-8")
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", file}
+    assert run("report", tmp_path, "--conclude").code == 0
+    new = json.loads(file.read_text())
+    assert {**new, **conclusions(new)} == new
+    assert new["measurements"] == results["measurements"]
+    assert "An old answer." not in new["answer"] + (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_report_without_what_draws_says_what_to_install(
+    refused: Any, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert "a chart needs vl_convert, which is not installed: pip install" in refused("report", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
