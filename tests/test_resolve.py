@@ -21,7 +21,7 @@ PATTERN = da.DilatedPattern.longnet([8, 16], [1, 2])
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    resolve.known_calls.clear()
+    resolve._known.cache_clear()
 
 
 def test_an_equal_call_is_not_checked_again_and_another_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +77,6 @@ def test_other_tensors_are_checked() -> None:
             da.dilated_attention(q, k, bad, PATTERN)  # type: ignore[arg-type]
     with forward_ad.dual_level(), pytest.raises(NotImplementedError):
         da.dilated_attention(forward_ad.make_dual(q, q), k, v, PATTERN)
-
-
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "MOST_KNOWN", 3)
-    for tokens in range(20, 28):
-        da.dilated_attention(*testing.make_qkv(1, tokens, 4, 8), PATTERN)
-        assert 0 < len(resolve.known_calls) <= 3
 
 
 WRONG = {  # arguments of a compiled call, and what the error says

@@ -22,13 +22,9 @@ from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingDilatedAttention
 
 __all__ = [
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2Collective",
-]
+    "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",
+    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective",
+]  # fmt: skip
 
 
 class ImprovedDilatedAttention(DilatedAttention):

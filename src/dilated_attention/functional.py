@@ -113,11 +113,8 @@ def dilated_attention(
         >>> da.dilated_attention(query, key, value, pattern, is_causal=True).shape
         torch.Size([2, 1000, 8, 64])
     """
-    if return_lse is not True and return_lse is not False:
-        with telling(group, query):
-            raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
     offset, positions = (None, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
-    options = Options(pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, offset)
+    options = Options(pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, offset, return_lse)
     inputs = Inputs(query, key, value, key_padding_mask, None, positions)
     out, lse = attend(inputs, options, Ranks.of(group), cu_seqlens)
     if sinks is not None:

@@ -9,6 +9,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D). Decoding: query has fewer 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -25,8 +26,6 @@ from dilated_attention.checks import check_flag, check_tensor, checked_probabili
 from dilated_attention.pattern import DilatedPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MOST_KNOWN = 1024
-known_calls: dict[Hashable, Call] = {}  # calls that passed every check, by their signatures
 
 
 class Options(NamedTuple):
@@ -40,6 +39,7 @@ class Options(NamedTuple):
     backend: Backend = "auto"
     heads: tuple[int, int] | None = None
     query_offset: int | None = None  # one in a tensor is `Inputs.positions`
+    return_lse: bool = True
     decodes: bool = True  # query may have fewer rows than key: not over a group
     in_parts: bool = False  # over several ranks
     memory_cap_id: int = 0
@@ -55,10 +55,10 @@ def resolve(inputs: Inputs, options: Options) -> Call:
     wants_grad = can_fail and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
     signature = _signature(inputs, options, numbers, wants_grad)
     try:
-        call = known_calls.get(signature)  # no call is known by None
+        known = [] if signature is None else _known(signature)
     except TypeError:  # something cannot be hashed, and the checks say what
-        call = signature = None
-    if call is None:
+        known = []
+    if not known:
         call = _checked(inputs, options, numbers)
         q, k, has_padding = inputs.q, inputs.k, inputs.padding is not None
         call = call.with_shapes(q.shape, k.shape, call.dtype, q.device, has_padding, call.start)
@@ -66,11 +66,14 @@ def resolve(inputs: Inputs, options: Options) -> Call:
             choose(call)
             if wants_grad:
                 choose(call, backward=True)
-        if signature is not None:
-            if len(known_calls) >= MOST_KNOWN:
-                known_calls.clear()
-            known_calls[signature] = call
-    return call
+        known.append(call)
+    return known[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(signature: Hashable) -> list[Call]:
+    """The call of a signature, once it has passed every check."""
+    return []
 
 
 def _signature(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None, wants_grad: bool) -> Hashable:
@@ -128,6 +131,7 @@ def check_options(options: Options) -> tuple[float, float]:
         raise NotImplementedError(f"only a DilatedPattern goes over ranks, and in streams, got {pattern}")
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
+    check_flag("return_lse", options.return_lse)
     check_backend(options.backend)
     scale = DEFAULT_SCALE if options.scale is None else checked_scale(options.scale)
     dropout_p = checked_probability(options.dropout_p)
@@ -222,9 +226,8 @@ def checked_start(inputs: Inputs, options: Options) -> int:
                 f"query_offset is on {positions.device} and query on {query.device}: move it, or give an int"
             )
         return ON_DEVICE
-    if not is_int(offset) and not isinstance(offset, torch.SymInt):
+    if offset is None or isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"query_offset must be an int or a tensor, got {offset!r}")
-    assert offset is not None
     if not 0 <= offset <= last:
         raise ValueError(outside("query_offset", offset, query.shape[1], key.shape[1]))
     return offset

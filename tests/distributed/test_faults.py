@@ -286,29 +286,18 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any], Any, Any]] = [
     *(
         (name, {name: usual}, {name: odd}, usual, odd)
         for name, usual, odd in (
-            ("dtype", torch.float64, torch.float32),
-            ("pattern", *MANY_BRANCHES),
-            ("is_causal", False, True),
-            ("scale", 0.5, 0.25),
-            ("dropout_p", 0.1, 0.0),
-            ("exchange", "ring", "alltoall"),
-            ("use_checkpointing", True, False),
-            ("verify", "always", "first"),
+            ("dtype", torch.float64, torch.float32), ("pattern", *MANY_BRANCHES), ("is_causal", False, True),
+            ("scale", 0.5, 0.25), ("dropout_p", 0.1, 0.0), ("exchange", "ring", "alltoall"),
+            ("use_checkpointing", True, False), ("verify", "always", "first"),
         )
     ),
-]
+]  # fmt: skip
 
 
 def odd_call(
-    heads: int = 4,
-    kv_heads: int | None = None,
-    dtype: torch.dtype = torch.float64,
-    mask: bool = False,
-    requires_grad: bool = True,
-    part: Any = None,
-    longer_keys: int = 0,
-    **options: Any,
-) -> Tensor:
+    heads: int = 4, kv_heads: int | None = None, dtype: torch.dtype = torch.float64, mask: bool = False,
+    requires_grad: bool = True, part: Any = None, longer_keys: int = 0, **options: Any,
+) -> Tensor:  # fmt: skip
     """A call of this rank with arguments of its own."""
     qkv = testing.make_qkv(2, TOKENS + 5, heads, 8, kv_heads=kv_heads, dtype=dtype)
     lengths = (TOKENS, TOKENS + longer_keys, TOKENS + longer_keys)

@@ -14,13 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention.distributed.sequence import (
-    gather_sequence,
-    local_positions,
-    process_group,
-    sequence_mean,
-    shard_sequence,
-)
+from dilated_attention import gather_sequence, local_positions, sequence_mean, shard_sequence
+from dilated_attention.distributed.sequence import process_group
 from dilated_attention.ranks import pool
 from tests.over_ranks import raised, world
 
@@ -129,14 +124,11 @@ def gather_gradient(lengths: list[int], dtype: torch.dtype, how: str) -> Tensor:
 @pytest.mark.parametrize(
     ("lengths", "how", "dtype"),
     [
-        ([5], "", torch.float64),
-        ([0, 3, 0, 9], "", torch.float64),
-        ([3, 1], "recomputed", torch.float64),
-        ([5, 0, 2], "reentrant", torch.float64),
-        ([10, 13, 17, 0], "", torch.bfloat16),
+        ([5], "", torch.float64), ([0, 3, 0, 9], "", torch.float64), ([3, 1], "recomputed", torch.float64),
+        ([5, 0, 2], "reentrant", torch.float64), ([10, 13, 17, 0], "", torch.bfloat16),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_gather_gradient_is_that_of_the_sum_of_all_losses(lengths: list[int], how: str, dtype: torch.dtype) -> None:
     """To the last bit; a sum of halves is rounded once."""
     some = weights(sum(lengths), dtype)[: len(lengths)]

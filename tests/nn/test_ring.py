@@ -18,19 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention import (
-    ContextParallel,
-    DilatedPattern,
-    MultiheadDilatedAttention,
-    RingAttentionV2Simple,
-    RingDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2Collective,
-    RingMultiheadDilatedAttention,
-    dilated_attention,
-    shard_sequence,
-    testing,
-)
+import dilated_attention as da
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, shard_sequence, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
@@ -42,20 +31,19 @@ E = H * D
 LENGTHS, RATES = [8, 64], [1, 3]
 LIMIT = timedelta(seconds=60)
 SHARD = 8  # tokens, of each of three ranks
-CLASSES: list[Any] = [
-    RingDilatedAttention,
-    RingDilatedAttentionV2Collective,
-    RingDilatedAttentionProduction,
-    RingAttentionV2Simple,
-]
+RING, COLLECTIVE, PRODUCTION = (
+    da.RingDilatedAttention, da.RingDilatedAttentionV2Collective, da.RingDilatedAttentionProduction,
+)  # fmt: skip
+SIMPLE, MULTIHEAD = da.RingAttentionV2Simple, da.RingMultiheadDilatedAttention
+CLASSES: list[Any] = [RING, COLLECTIVE, PRODUCTION, SIMPLE]
 
 
 def make(cls: Any, **options: Any) -> Any:
     """One module of any of the classes, of float64."""
     options = {"rule": "longnet", **options}
-    if cls is RingAttentionV2Simple:
+    if cls is SIMPLE:
         return cls(**options)
-    if issubclass(cls, MultiheadDilatedAttention):
+    if issubclass(cls, da.MultiheadDilatedAttention):
         torch.manual_seed(0)
         return changed(cls(E, H, LENGTHS, RATES, dtype=torch.float64, **options))
     return cls(LENGTHS, RATES, **options)
@@ -91,7 +79,7 @@ def unequal(got: Results, expected: Results) -> list[str]:
 def documented(cls: Any, rule: Any, group: Any, **options: Any) -> Callable[..., Any]:
     """The call in the docstring of the class."""
     pattern = DilatedPattern.of(rule, LENGTHS, RATES)
-    if cls is RingAttentionV2Simple:
+    if cls is SIMPLE:
         pattern, options["backend"] = DilatedPattern.of(rule, [N], [1]), "eager"
     return functools.partial(dilated_attention, pattern=pattern, group=group, enable_gqa=True, **options)
 
@@ -101,7 +89,7 @@ def equals_its_call() -> list[str]:
     wrong = []
     way, seed = {"is_causal": True, "key_padding_mask": mine(inputs()[2])}, 7 + dist.get_rank()
     for cls, rule in itertools.product(CLASSES, RULES):
-        exchange: Any = "allgather" if cls is RingDilatedAttentionV2Collective else "ring"
+        exchange: Any = "allgather" if cls is COLLECTIVE else "ring"
         group, ways = ContextParallel(world(), exchange=exchange), way if rule == "torchscale" else {}
         module, results = make(cls, rule=rule, dropout=0.4), []
         for dropout_p in (0.4, 0.0):
@@ -125,12 +113,12 @@ WRONG_SIZE = r"ring_size is {} and {}: start as many ranks with torchrun, pass a
 
 def sizes() -> list[str]:
     """ring_size None, the right one, 1 and a wrong one, in a group of two."""
-    said = unequal(*(on_this_rank(make(RingDilatedAttention, ring_size=size)) for size in (None, 2)))
+    said = unequal(*(on_this_rank(make(RING, ring_size=size)) for size in (None, 2)))
     if dist.get_rank() == 0:  # on its own: nobody else calls
-        alone = make(RingDilatedAttention, ring_size=1)
-        said += unequal(on_this_rank(alone), on_this_rank(documented(RingDilatedAttention, "longnet", None)))
+        alone = make(RING, ring_size=1)
+        said += unequal(on_this_rank(alone), on_this_rank(documented(RING, "longnet", None)))
         assert alone.ranks.stats.hops == 0
-    return [*said, *(raised(make, x, ring_size=3) for x in (RingDilatedAttention, RingMultiheadDilatedAttention))]
+    return [*said, *(raised(make, x, ring_size=3) for x in (RING, MULTIHEAD))]
 
 
 def test_ring_size() -> None:
@@ -143,10 +131,10 @@ def test_ring_size() -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (RingDilatedAttention, {"ring_size": 4}, WRONG_SIZE.format(4, "no process group is initialised")),
-        (RingMultiheadDilatedAttention, {"ring_size": 0}, "ring_size must be 1 or more, got 0"),
-        (RingDilatedAttentionProduction, {"max_workspace_bytes": 0}, "max_workspace_bytes must be 1 or more, got 0"),
-        (RingDilatedAttention, {"group": "world"}, r"group must be a torch\.distributed\.ProcessGroup or a 1-D Device"),
+        (RING, {"ring_size": 4}, WRONG_SIZE.format(4, "no process group is initialised")),
+        (MULTIHEAD, {"ring_size": 0}, "ring_size must be 1 or more, got 0"),
+        (PRODUCTION, {"max_workspace_bytes": 0}, "max_workspace_bytes must be 1 or more, got 0"),
+        (RING, {"group": "world"}, r"group must be a torch\.distributed\.ProcessGroup or a 1-D Device"),
     ],
 )
 def test_wrong_settings(cls: Any, options: dict[str, Any], message: str) -> None:
@@ -158,8 +146,8 @@ def made_first(meeting: str) -> list[str]:
     """A module made, and used, before there is a group, takes the group when there is one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    module, (qkv, dout, _) = make(RingDilatedAttention), inputs()
-    plain = testing.run(documented(RingDilatedAttention, "longnet", None), qkv, dout)
+    module, (qkv, dout, _) = make(RING), inputs()
+    plain = testing.run(documented(RING, "longnet", None), qkv, dout)
     wrong = unequal(testing.run(module, qkv, dout), plain)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=LIMIT)
     testing.assert_exact(on_this_rank(module), Results(*map(mine, plain)))
@@ -174,7 +162,7 @@ def copies() -> list[str]:
     """Of modules over a group, which go over the same one."""
     modules = [make(cls, group=world()) for cls in CLASSES]
     wrong = [x for module in modules for x in unequal(on_this_rank(copy.deepcopy(module)), on_this_rank(module))]
-    said = [repr(modules[0]), repr(make(RingDilatedAttention, ring_size=1))]
+    said = [repr(modules[0]), repr(make(RING, ring_size=1))]
     return wrong if "2 ranks" in said[0] and "one device" in said[1] else [*wrong, *said]
 
 
@@ -186,7 +174,7 @@ def checkpointing() -> tuple[list[str], list[int]]:
     """What differs with received rows kept, and the bytes that the backward pass receives either way."""
     results, received = [], []
     for use in (True, False):
-        module = make(RingDilatedAttentionProduction, use_checkpointing=use)
+        module = make(PRODUCTION, use_checkpointing=use)
         leaves = [mine(x).requires_grad_() for x in inputs()[0]]
         out = module(*leaves)
         before = module.ranks.stats.bytes_received
@@ -207,7 +195,7 @@ def test_use_checkpointing_changes_what_travels_and_no_number() -> None:
 
 def production(**options: Any) -> Any:
     """Dense, so that every block has all heads."""
-    return RingDilatedAttentionProduction([64], [1], rule="longnet", **options)
+    return PRODUCTION([64], [1], rule="longnet", **options)
 
 
 @contextmanager
@@ -306,7 +294,7 @@ def test_when_not_even_one_head_fits_every_rank_knows(name: str, row: int) -> No
 
 def observed() -> tuple[list[dict[str, float]], set[str]]:
     """Statistics at first, after a forward pass and after three steps; what the profiler names."""
-    module = make(RingDilatedAttentionProduction)
+    module = make(PRODUCTION)
     found = [module.stats()]
     with torch.no_grad():
         module(*(mine(x) for x in inputs()[0]))

@@ -123,17 +123,16 @@ class Work:
         if call.is_decode:
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
         if limits.span is not None:
-            q, k, v = (within(x, limits) for x in (q, k, v))
+            q, k, v = (within(x, limits.span) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
         hidden = self._hidden(block) if block.has_mask else None
         problem = Problem(q, k, v, call.scale, block.is_causal, padding, hidden, dropout)
         if results is None:
             return module.forward(kernels, problem)  # type: ignore[no-any-return]
-        out, lse, dout = [block.queries.of(x, self.group) for x in results[:3]]
-        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.group)
+        mine = Outputs(*[None if x is None else block.queries.of(x, self.group) for x in results])  # type: ignore[arg-type]
         if limits.span is not None:
-            dout, out = within(dout, limits), within(out, limits)
-        return module.backward(kernels, problem, Outputs(out, lse, dout, dlse))  # type: ignore[no-any-return]
+            mine = mine._replace(out=within(mine.out, limits.span), dout=within(mine.dout, limits.span))
+        return module.backward(kernels, problem, mine)  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:
         """(Lq, Lk) bool: the pairs of a block that do not count."""
@@ -166,14 +165,13 @@ class Work:
             return math.log(block.zeros) if block.zeros else None
         view, rate, device = block.queries, block.query_step, self.call.device
         longest = self.call.dilated.segment_lengths[block.branch]
-        ends = self.ends[view.sample : view.sample + view.samples, None]
+        ends = self.ends[view.sample : view.sample + view.samples, None, None]
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
-        real = (ends - starts).clamp(0, longest)  # (samples, segments)
+        real = (ends - starts[:, None]).clamp(0, longest)  # (samples, segments, 1)
         offset = (on_device(block.query_at, device) - block.segment) % rate
-        rows = ((real.unsqueeze(-1) - offset + rate - 1) // rate).clamp(min=0)
-        zeros = ((ends.clamp(max=longest) + rate - 1) // rate).unsqueeze(-1) - rows
-        zeros = torch.where(real.unsqueeze(-1) > 0, zeros, 0).repeat_interleave(self.group, dim=2)
-        return zeros.flatten(0, 1).unsqueeze(1).to(self.call.sum_dtype).log()
+        rows = -((offset - real) // rate).clamp(max=0)
+        zeros = torch.where(real > 0, -(-ends.clamp(max=longest) // rate) - rows, 0)
+        return zeros.repeat_interleave(self.group, 2).flatten(0, 1).unsqueeze(1).to(self.call.sum_dtype).log()
 
     # --- all blocks ---------------------------------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ def readable(x: Tensor, call: Call, limits: Limits, padding: Tensor | None = Non
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
-def within(x: Tensor, limits: Limits) -> Tensor:
+def within(x: Tensor, most: int) -> Tensor:
     """x, copied where a kernel could not count from its first element to its last."""
-    return x if limits.span is None or span(x) < limits.span else x.contiguous()
+    return x if span(x) < most else x.contiguous()
 
 
 def span(x: Tensor) -> int:

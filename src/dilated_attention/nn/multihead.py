@@ -95,7 +95,7 @@ class MultiheadDilatedAttention(Core):
             )
         for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("batch_first", batch_first)):
             check_flag(name, flag)
-        if dtype is not None and dtype not in DTYPES:
+        if dtype not in (None, *DTYPES):
             raise TypeError(f"dtype must be float64, float32, float16 or bfloat16, got {dtype}")
         self.pattern.check_heads(self.num_heads, self.num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
