@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern, advice
+from dilated_attention import Dense, Dilated, DilatedPattern, Global, Pattern, Prefix, Window, advice
 from dilated_attention.advice import MOST_TRIED, Workload, suggest, verdict
+from dilated_attention.branches import Branch
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import RULES
 from dilated_attention.units import bytes_text
@@ -78,6 +80,43 @@ def test_some_lengths(tokens: int, rule: Any, heads: int, widths: list[int], rat
     assert suggest(Workload(tokens, heads, 64), rule).pattern == DilatedPattern.of(rule, widths, rates)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("tokens", "heads"), [(2049, 1), (4100, 3)])
+def test_a_union_reaches_every_token(tokens: int, heads: int, is_causal: bool) -> None:
+    """By the definitions alone: the last token sees near ones and the first, and in some layers all that it may."""
+    branches, token = Pattern.suggest(tokens, heads, is_causal=is_causal).branches_for(heads), torch.arange(tokens)
+    seen, new = torch.zeros(2, tokens, dtype=torch.bool)
+    new[-1] = True
+    for layer in range(4):
+        query, shown = token[new, None], torch.zeros(tokens, dtype=torch.bool)
+        for head, branch in itertools.product(range(heads), branches):
+            pairs = branch.sees(head, query, token).expand(-1, tokens)
+            shown |= (pairs & (token <= query) if is_causal else pairs).any(0)
+        if layer == 0:
+            assert shown[-1024 if is_causal else -513 :].all()
+            assert shown[: 4 if is_causal else 1].all()
+        seen, new = seen | shown, shown & ~seen
+    assert seen.all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "branches"),
+    [
+        (2048, {}, [Dense()]),
+        (5000, {}, [Global(1), Window(512), Dilated(4096, 2), Dilated(5000, 4)]),
+        (5000, {"is_causal": True}, [Window(1023), Prefix(4), Dilated(4096, 2), Dilated(5000, 4)]),
+        (2**40, {"kv_heads": 1}, [Global(1), Window(512), *(Dilated(2048 << i, 1 << i) for i in range(1, 30))]),
+    ],
+)
+def test_some_unions(tokens: int, more: dict[str, Any], branches: list[Branch]) -> None:
+    assert Pattern.suggest(tokens, 8, **more) == Pattern(branches)
+    kv_heads, is_causal = more.get("kv_heads", 8), more.get("is_causal", False)
+    for index in range(len(branches)):
+        parts = Pattern(branches).parts(index, 0, range(tokens), tokens, kv_heads, is_causal)
+        assert not any(but for _, but in parts), "no masks: kernels run what is left"
+    assert Pattern(branches).pairs(tokens, 8, **{"num_kv_heads": kv_heads, "is_causal": is_causal}) < 2600 * 8 * tokens
+
+
 # --- the reasons --------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +144,10 @@ def test_the_figures_hold() -> None:
         (Workload(2**20, 1, 8), "head_groups", "With rule longnet", "as sparse"),
         (Workload(2**20, 1, 8), "head_groups", "dense: 1.00 times that", "branches"),
         (Workload(100, 4, 8), "longnet", "100 tokens are at most 2,048", "branches"),
+        (Workload(2**14, 8, 64), "longnet", "each in 1 of 8 heads", "near ones"),
+        (Workload(2**13, 8, 64), "longnet", "A class token at the start sees far in 2 of 8 heads only", "near ones"),
+        (Workload(2**13, 8, 64), "head_groups", "A class token at the start sees far in 0 of 8 heads", "near ones"),
+        (Workload(2**13, 8, 64, is_causal=True), "head_groups", "each in 2 of 8 heads", "class token"),
     ],
 )
 def test_what_is_said(workload: Workload, rule: Any, said: str, unsaid: str) -> None:

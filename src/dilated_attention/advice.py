@@ -7,22 +7,25 @@ Legend: w segment length, r dilation rate, N tokens, P ranks; bytes are those of
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.triton import nesting
+from dilated_attention.branches import Dense, Dilated, Global, Prefix, Window
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
-from dilated_attention.context_parallel import EXCHANGES
-from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
+from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Pattern, Rule
 from dilated_attention.ring.cost import LINKS, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, flops_text, number_text
 
+NEAR, SINKS = 1024, 4  # tokens of a window, and first ones that all of a language model see
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What PyTorch's kernels take beyond what `plan_cost` counts. Measured on an H200 in bfloat16: 5 % more in the forward
 # pass and 26 % in the backward pass (benchmarks/results/ring.json). A test checks these numbers against that file.
@@ -59,7 +62,9 @@ class Workload:
     bandwidth: float = LINKS["nccl"][1]  # bytes per second into a rank
     flops_per_second: float = 400e12
 
-    def cost(self, pattern: DilatedPattern) -> PlanCost:
+    def cost(self, pattern: Pattern) -> PlanCost:
+        if not isinstance(pattern, DilatedPattern):
+            raise ValueError(f"costs are counted of dilated patterns only, got {pattern}")
         return plan_cost(
             pattern, self.tokens, self.ranks, num_heads=self.heads, head_dim=self.head_dim, num_kv_heads=self.kv_heads,
             dtype=self.dtype, batch=self.batch, is_causal=self.is_causal,
@@ -96,36 +101,41 @@ class Workload:
 class Suggestion:
     """A pattern for a length, why, and what it costs; print it for people."""
 
-    pattern: DilatedPattern
+    pattern: Pattern
     workload: Workload
     cost: PlanCost
     reasons: str  # a paragraph
     figures: tuple[str, ...]
 
     def __str__(self) -> str:
-        made = self.pattern
-        code = (
-            f"pattern = da.DilatedPattern.{made.rule}(",
-            f"    {[*made.segment_lengths]},",
-            f"    {[*made.dilation_rates]},",
-            ")",
-        )
-        lines = (textwrap.fill(line, WIDTH, subsequent_indent="        ") for line in (*code, "", *self.figures))
+        code = re.sub(r"\b(?=[A-Z])", "da.", f"pattern = {self.pattern!r}")
+        lines = (textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in (code, "", *self.figures))
         return "\n".join([textwrap.fill(self.reasons, WIDTH), "", *lines])
 
 
 # --- a pattern for a length ---------------------------------------------------------------------------------------
 
 
-def suggest(workload: Workload, rule: Rule = "longnet", memory: int | None = None) -> Suggestion:
-    """Segments from 2048 tokens to the whole length, each with 2048 rows, and what they cost.
+def suggest(workload: Workload, rule: str = "longnet", memory: int | None = None) -> Suggestion:
+    """The pattern of a rule or, for "union", one with a window, why, and what it costs.
 
     ``memory``: bytes of one rank that the call may take. If training needs more, it is said what would fit.
     """
-    pattern = pattern_for(workload.tokens, workload.heads, rule, workload.kv_heads)
+    size = workload.tokens, workload.heads
+    if rule == "union":
+        pattern = union_for(*size, workload.kv_heads, workload.is_causal)
+    else:
+        pattern = pattern_for(*size, cast(Rule, rule), workload.kv_heads)
     cost = workload.cost(pattern)
     figures = (*_figures(workload, cost), *verdict(workload, cost, memory))
     return Suggestion(pattern, workload, cost, " ".join(_reasons(pattern, workload)), figures)
+
+
+def union_for(tokens: int, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> Pattern:
+    """Near tokens and some that all see, and the branches of `pattern_for` but the first."""
+    far = [Dilated(width, rate) for width, rate in pattern_for(tokens, heads, "longnet", kv_heads).branches[1:]]
+    near = [Window(NEAR - 1), Prefix(SINKS)] if is_causal else [Global(1), Window(NEAR // 2)]
+    return Pattern([*near, *far] if far else [Dense()])
 
 
 def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
@@ -145,27 +155,39 @@ def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int |
     return DilatedPattern.of(rule, [*(ROWS * rate for rate in rates[:-1]), tokens], rates)
 
 
-def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
+def _reasons(pattern: Pattern, workload: Workload) -> Iterator[str]:
     """Why these, one sentence each, the most important first: who sees how far."""
-    widths, rates, tokens = pattern.segment_lengths, pattern.dilation_rates, workload.tokens
-    kv_heads = workload.kv_heads or workload.heads
+    tokens, heads = workload.tokens, workload.heads
+    kv_heads = workload.kv_heads or heads
+    branches = [branch for branch in pattern.branches_for(kv_heads) if isinstance(branch, Dilated)]
     if tokens <= ROWS:
         yield f"{tokens:,} tokens are at most {ROWS:,}: one dense segment is cheap and leaves nothing out."
         return
-    if len(widths) == 1:
+    if branches[-1].rate == 1:
         yield "The only head must cover every row: one dense segment. With rule longnet it could be sparser."
         return
-    seeing = {pattern.offset(len(rates) - 1, head, kv_heads) for head in pattern.heads(len(rates) - 1, kv_heads)}
-    yield f"The longest branch takes {len(seeing):,} of every {rates[-1]:,} of the {tokens:,} tokens: these see from"
-    yield "one end to the other."
-    if len(seeing) < rates[-1]:
+    rates, longest = [branch.rate for branch in branches], branches[-1]
+    taken = Counter(longest.offset_of(head) for head in longest.members)
+    far = {offset: count * heads // kv_heads for offset, count in taken.items()}
+    yield f"The longest branch takes {len(far):,} of every {rates[-1]:,} of the {tokens:,} tokens, each in"
+    yield f"{max(far.values()):,} of {heads:,} heads: these see from one end to the other."
+    if len(far) < rates[-1]:
         yield "Later layers connect the others with them."
-    yield f"From each of the {len(widths)} branches to the next, segments get up to {rates[1]} times longer and"
-    yield f"sparser, so that none has more than {ROWS:,} rows."
+    if len(branches) > 1:
+        yield f"From each of the {len(branches)} branches to the next, segments get up to {rates[1] // rates[0]} times"
+        yield f"longer and sparser, so that none has more than {ROWS:,} rows."
+    if not isinstance(pattern, DilatedPattern):
+        near = f"{NEAR:,} near ones" if workload.is_causal else f"{NEAR // 2:,} on either side"
+        first = f"the first {SINKS}" if workload.is_causal else "token 0, which sees all"
+        yield f"In all heads, a token sees {near}, wherever segments end, and {first}."
+        return
     if pattern.head_rule.splits_heads:
         yield "Each head runs one branch; a head of rate r writes 0 into all but every r-th row."
-    if pattern.head_rule.adds_zeros and not workload.is_causal and tokens % widths[-2]:
-        yield f"A length that is a multiple of {widths[-2]:,} avoids the zero keys that fill up segments."
+    if pattern.head_rule.adds_zeros and not workload.is_causal and tokens % branches[-2].length:
+        yield f"A length that is a multiple of {branches[-2].length:,} avoids the zero keys that fill up segments."
+    if not workload.is_causal and far.get(0, 0) < heads:
+        yield f"A class token at the start sees far in {far.get(0, 0):,} of {heads:,} heads only: a union with"
+        yield "da.Global(1) shows it all."
 
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
@@ -206,7 +228,7 @@ def _changes(workload: Workload, cost: PlanCost, memory: int) -> Iterator[str]:
     fewer = [batch >> power for power in range(1, batch.bit_length())]
     more = [ranks << power for power in range(1, most.bit_length()) if ranks << power <= most]
     kinds: tuple[tuple[str, str, object, Sequence[Any]], ...] = (
-        ("exchange", "exchange={!r} instead of {!r}", cost.best, EXCHANGES if ranks > 1 else ()),
+        ("exchange", "exchange={!r} instead of {!r}", cost.best, [*cost.exchanges] if ranks > 1 else ()),
         ("batch", "a batch of {:,} instead of {:,}", batch, fewer),
         ("dtype", "{} instead of {}", workload.dtype, CHEAPER.get(workload.dtype, ())),
         ("ranks", "{:,} ranks instead of {:,}", ranks, more),

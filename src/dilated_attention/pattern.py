@@ -297,6 +297,22 @@ class Pattern:
                     covered.as_strided((times, count), (rect.period, step), start).fill_(True)
         return covered
 
+    @classmethod
+    def suggest(cls, tokens: int, heads: int, *, is_causal: bool = False, kv_heads: int | None = None) -> Pattern:
+        """Suggests near tokens, far ones, and some that all see; up to 2048 tokens, dense attention.
+
+        A language model (``is_causal``) gets a window of 1024 tokens and the first four; an encoder 512 tokens on
+        either side, and a class token at the start. Far branches are those of :meth:`DilatedPattern.suggest`: a head
+        takes 2048 tokens of each of their segments, and the longest spans the sequence.
+
+        Examples:
+            >>> da.Pattern.suggest(tokens=8192, heads=12, is_causal=True)
+            Pattern([Window(left=1023), Prefix(count=4), Dilated(length=4096, rate=2), Dilated(length=8192, rate=4)])
+        """
+        from dilated_attention.advice import union_for  # the tools stand above this file
+
+        return union_for(tokens, heads, kv_heads, is_causal)
+
     def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
         """Draws which keys each query sees, as an Altair chart for a notebook.
 
@@ -428,7 +444,9 @@ class DilatedPattern(Pattern):
         return cls.of("head_groups", segment_lengths, dilation_rates)
 
     @classmethod
-    def suggest(cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
+    def suggest(  # type: ignore[override]  # of a rule, whether causal or not
+        cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None
+    ) -> DilatedPattern:
         """Suggests a pattern for a length: up to 2048 tokens, or for head_groups with one head, one dense segment.
 
         Beyond, a head takes 2048 tokens of every segment, and the longest segment spans the sequence.
@@ -437,7 +455,7 @@ class DilatedPattern(Pattern):
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
             DilatedPattern.longnet(segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4])
         """
-        from dilated_attention.advice import pattern_for  # the tools stand above this file
+        from dilated_attention.advice import pattern_for
 
         return pattern_for(tokens, heads, rule, kv_heads)
 

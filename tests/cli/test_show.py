@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Blocks, DilatedPattern, Global, Pattern, Strided, Window
 from dilated_attention.show import View, terminal
 
 LINE = ("show", "-n", "8k", "-w", "2k,4k", "-r", "1,2")
@@ -20,6 +20,22 @@ def test_on_the_terminal(run: Any) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("longnet: w=2048 r=1, w=4096 r=2\n8,192 tokens, 8 heads, not causal\n")
     assert "A cell is 128 × 128 tokens." in out
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("Window(3), da.Strided(rate=8,)", Pattern([Window(3), Strided(8)])),
+        ("Pattern([Global([0, 5]), Blocks(4, [(1, 0)])], counts='sum')",
+         Pattern([Global([0, 5]), Blocks(4, [(1, 0)])], counts="sum")),
+        ("Blocks.bigbird(8, num_tokens=64, seed=3)", Pattern([Blocks.bigbird(8, num_tokens=64, seed=3)])),
+    ],
+)  # fmt: skip
+def test_any_pattern(run: Any, text: str, pattern: Pattern) -> None:
+    code, out, err = run("show", "-n", 32, "--pattern", text, "--heads", 2)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{pattern.counts}: {View(pattern, 32, 2).branch_names[0]}")
+    assert run("show", "-n", 32, "--pattern", repr(pattern), "--heads", 2).out == out
 
 
 def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ def parts_of(
     """The pairs of a branch that no earlier one shows: cut away where that leaves rectangles, else named."""
     for rect in branch.rects(head, queries, n, is_causal):
         parts, but = [rect], []
-        for other in () if rect.is_empty else earlier:
+        # the last first: of nested segments the largest, for smaller ones show nothing of what it leaves
+        for other in () if rect.is_empty else reversed(earlier):
             rests = [other.without(part, head, n) for part in parts]
             if any(rest is None for rest in rests):
                 but.append(other)

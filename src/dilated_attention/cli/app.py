@@ -79,6 +79,7 @@ def run(given: Sequence[str]) -> int:
         arguments = parser.parse_intermixed_args(words)
     except SystemExit as ended:  # of --help and --version
         return int(ended.code or 0)
-    if needed := [x for x in parser._actions if x.dest in NEEDED and getattr(arguments, x.dest) is None]:
+    needs = NEEDED[:1] if getattr(arguments, "pattern", None) else NEEDED
+    if needed := [x for x in parser._actions if x.dest in needs and getattr(arguments, x.dest) is None]:
         parser.error(f"missing {', '.join('/'.join(x.option_strings) for x in needed)}")
     return arguments.run(arguments) or 0

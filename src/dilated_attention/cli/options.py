@@ -7,12 +7,13 @@ calls the readers, and says which option is wrong. Help needs no torch, and so t
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from dilated_attention.advice import Workload
-    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.pattern import Pattern
 
 BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "b": 10**9}
 DECIMAL = {
@@ -129,10 +130,44 @@ def defaults(given: Namespace) -> dict[str, Any]:
         raise ValueError(f"{source} holds nothing that `suggest --json` wrote {why}") from error
 
 
-def pattern(given: Namespace) -> DilatedPattern:
+def pattern(given: Namespace) -> Pattern:
     from dilated_attention.pattern import DilatedPattern
 
-    return DilatedPattern.of(given.rule, given.segment_lengths, given.dilation_rates)
+    if not given.pattern:
+        return DilatedPattern.of(given.rule, given.segment_lengths, given.dilation_rates)
+    if given.segment_lengths or given.dilation_rates:
+        raise ValueError("--pattern says all branches: leave out -w, -r and --rule")
+    found: Pattern = given.pattern
+    return found
+
+
+def branches(text: str) -> Pattern:
+    """A pattern as Python writes it: Window(1023), Strided(64); or Pattern([...], counts="sum")."""
+    from dilated_attention.branches import KINDS, Blocks
+    from dilated_attention.pattern import Pattern
+
+    made: dict[str, Callable[..., Any]] = {
+        "Pattern": Pattern,
+        "Blocks.random": Blocks.random,
+        "Blocks.bigbird": Blocks.bigbird,
+    }
+    made |= {kind.__name__: kind for kind in KINDS.values()}
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.List | ast.Tuple):
+            return [value(one) for one in node.elts]
+        if not isinstance(node, ast.Call):
+            return ast.literal_eval(node)
+        name = ast.unparse(node.func).removeprefix("da.")
+        if name not in made:
+            raise ValueError(f"there is no {name}: use {', '.join(made)}")
+        return made[name](*map(value, node.args), **{str(one.arg): value(one.value) for one in node.keywords})
+
+    try:
+        found = value(ast.parse(f"[{text}]", mode="eval").body)
+        return found[0] if len(found) == 1 and isinstance(found[0], Pattern) else Pattern(found)
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+        raise ArgumentTypeError(f"{text!r} is no pattern ({error}): write it as Window(1023), Strided(64)") from error
 
 
 SUGGESTION = option(
@@ -144,6 +179,13 @@ TOKENS = option("-n", "--tokens", type=count, metavar="N", help=f"The length of 
 PATTERN = (
     option("-w", "--segment-lengths", type=counts, metavar="W,W,...", help="The segment lengths, written as for -n."),
     option("-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one for each length."),
+    option(
+        "--pattern",
+        type=branches,
+        metavar="BRANCHES",
+        help='Instead of -w, -r and --rule any branches, as in Python: "Window(1023), Prefix(4), Strided(64)", or '
+        "\"Pattern([...], counts='sum')\".",
+    ),
 )
 RULE = option(
     "--rule", default="longnet", metavar="RULE",

@@ -1,4 +1,4 @@
-"""Suggest segments and rates for a length, and say why.
+"""Suggest a pattern for a length, and say why.
 
 It prints the reasons, Python to paste, and the cost. With --memory it also says
 whether training fits, and if not, what to change. `plan` and `show` read what
@@ -9,34 +9,46 @@ Example: dilated-attention suggest 1M --heads 12 --memory 80GB
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
+from typing import Any
 
 from dilated_attention.cli import options
-from dilated_attention.cli.options import written
+from dilated_attention.cli.options import option, written
 
 OPTIONS = (
-    options.option("length", nargs="?", metavar="N", help="The same as -n."),
-    options.TOKENS, options.RULE, *options.SHAPE, *options.CALL, options.JSON,
+    option("length", nargs="?", metavar="N", help="The same as -n."),
+    options.TOKENS,
+    option("--rule", default="longnet", metavar="RULE",
+           help="longnet, torchscale or head_groups: segments and rates, see `plan --help`; or union: near tokens, far "
+           "ones sparsely, and first ones that all see (--causal: of a language model; else of an encoder)."),
+    *options.SHAPE, *options.CALL, options.JSON,
 )  # fmt: skip
 
 
 def run(given: Namespace) -> None:
     from dilated_attention import advice
     from dilated_attention.cli.output import console, print_json
+    from dilated_attention.pattern import DilatedPattern
 
     with options.refusing():
         found = advice.suggest(options.workload(given), given.rule, given.memory)
     names = ("rule", "heads", "kv_heads", "causal", "head_dim", "dtype", "batch", "ranks")
-    said = {
-        "tokens": written(given.tokens),
-        "segment_lengths": ",".join(map(written, found.pattern.segment_lengths)),
-        "dilation_rates": ",".join(map(written, found.pattern.dilation_rates)),
-        **{name: value for name in names if (value := getattr(given, name))},
-    }
+    said: dict[str, Any] = {"tokens": written(given.tokens)}
+    pattern = found.pattern
+    if isinstance(pattern, DilatedPattern):
+        said["segment_lengths"] = ",".join(map(written, pattern.segment_lengths))
+        said["dilation_rates"] = ",".join(map(written, pattern.dilation_rates))
+    else:
+        said["pattern"] = repr(pattern)
+    said |= {name: value for name in names[given.rule == "union" :] if (value := getattr(given, name))}
     if given.json:
         print_json({"options": said, "suggestion": found})
         return
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in said.items()]
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in said.items()
+    ]
     console().print(f"{found}\n\nto see its costs and a picture of it:")
     for command, some in (("plan", words), ("show", words[:-4])):  # a picture has no dimension, dtype, batch and ranks
         # a shell joins lines that end in a backslash
