@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# embed(element, specification, {...EMBED, ...}): expressions without eval, and no style but that of the page
-EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
-
 # a page may use its own scripts and styles, and load nothing
 POLICY = "default-src 'none'; script-src {}; style-src {}; img-src data:; base-uri 'none'; form-action 'none'"
 # What XML forbids: control characters, and what stands in for names that are not UTF-8. vl-convert ends the process.
@@ -79,8 +76,9 @@ def page(folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Seq
     own = {"styles": [css, *styles], "scripts": [*scripts, js]}
     values |= {name: [*map(safe, texts)] for name, texts in own.items()}
     policy = safe(POLICY.format(_hashes(own["scripts"]), _hashes(own["styles"])))
-    strict = jinja2.StrictUndefined
-    template = jinja2.Template(html, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
+    template = jinja2.Template(
+        html, trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined
+    )
     return str(template.render(policy=policy, data=safe(as_json(data)), **values))
 
 
@@ -111,8 +109,7 @@ def writable(folder: Path, option: str = "--out") -> Path:
     """The folder, made if need be, in which a file can be written: better known before hours of work than after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"cannot write into {folder} ({error.strerror}): name another with {option}") from error
     return folder

@@ -23,11 +23,9 @@ def cell_text(value: object) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, float):
         return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
-    return str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def bytes_text(count: float) -> str:
@@ -41,11 +39,11 @@ def bytes_text(count: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """From microseconds to hours, in the unit that fits."""
-    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
-        # minutes begin at 100 s, because "1.5 min" is harder to read than "90 s"
-        if abs(seconds) >= length * (0.9995 if length <= 1 else 100 / 60):
-            return f"{_plain(seconds / length, 2 if length > 1 else DIGITS)} {unit}"
-    return f"{_plain(seconds * 1e6)} µs"
+    # minutes begin at 100 s, because "1.5 min" is harder to read than "90 s"
+    for unit, length, least, digits in (("h", 3600, 6000, 2), ("min", 60, 100, 2), ("s", 1, 0.9995, 3)):
+        if abs(seconds) >= least:
+            return f"{_plain(seconds / length, digits)} {unit}"
+    return f"{_plain(seconds * 1e3)} ms" if abs(seconds) >= 0.9995e-3 else f"{_plain(seconds * 1e6)} µs"
 
 
 def measured_text(median: float, lower: float, upper: float) -> str:

@@ -36,7 +36,7 @@ def save(view: View, file: Path) -> None:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
     if ending == ".html":
         captions, cells = {colour: view.caption(colour) for colour in COLOURS}, len(view.edges) - 1
-        data = {"specification": chart.choosable(view), "captions": captions, "cells": cells, "embed": charts.EMBED}
+        data = {"specification": chart.choosable(view), "captions": captions, "cells": cells}
         folder, scripts = Path(__file__).parent / "page", [charts.scripts()]
         content = charts.page(folder, data, scripts=scripts, view=view, facts=view.facts()).encode()
     else:
