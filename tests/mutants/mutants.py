@@ -138,7 +138,7 @@ MUTANTS = [
       "view.shape[-1]], not block.is_first and self.call.is_decode)"),
     M("backward-with-the-lse-of-one-branch", "The backward pass takes the lse of one branch instead of the merged one.",
       "backends/blockwise.py", "        return module.backward(",
-      "        lse = module.forward(kernels, problem)[1]\n        return module.backward("),
+      "        mine = mine._replace(lse=module.forward(kernels, problem)[1])\n        return module.backward("),
     M("masked-keys-not-cleaned", "NaN in a masked key or value reaches the result.", "backends/blockwise.py",
       "readable(k, call, limits, padding), readable(v, call, limits, padding)\n        if positions",
       "readable(k, call, limits), readable(v, call, limits)\n        if positions"),
