@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,12 @@ def test_a_notebook_gets_a_chart() -> None:
         (Pattern([Window(3, heads=[5])]).plot(), View(Pattern([Window(3, heads=[5])]), 256, 6)),
     ):
         assert made.to_dict()["title"] == panels(view)["title"]
+
+
+def test_the_pictures_of_the_documentation_are_current() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for name, draw in runpy.run_path(str(docs / "pictures.py"))["PICTURES"].items():
+        assert (docs / name).read_bytes() == draw(), f"run docs/pictures.py for {name}"
 
 
 # --- terminals ----------------------------------------------------------------------------------------------------
