@@ -25,10 +25,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.bench import machine, probes, run
 from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention.functional import attend
+from dilated_attention.resolve import Options
 from dilated_attention.ring.run import Ranks
 from dilated_attention.testing import make_qkv
 
@@ -37,10 +39,8 @@ SHORTEST = 2048  # segments double from here to the whole sequence, each with 20
 
 
 def pattern(tokens: int, shortest: int = SHORTEST) -> DilatedPattern:
-    lengths = [shortest]
-    while lengths[-1] * 2 <= tokens:
-        lengths.append(lengths[-1] * 2)
-    return DilatedPattern.longnet(lengths, [length // shortest for length in lengths])
+    rates = [1 << i for i in range((tokens // shortest).bit_length())]
+    return DilatedPattern.longnet([shortest * rate for rate in rates], rates)
 
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
@@ -69,12 +69,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, floa
     ranks = Ranks(ContextParallel(dist.group.WORLD, exchange=options.exchange))
 
     def attention(*qkv: torch.Tensor) -> torch.Tensor:
-        return attend(*qkv, whole, options.causal, None, 0.0, None, False, "auto", None, ranks)[0]
+        return attend(Inputs(*qkv), Options(whole, options.causal), ranks)[0]
 
-    calls = {
-        "forward": run.forward(attention, (q, k, v)),
-        "forward + backward": run.forward_backward(attention, (q, k, v), dout),
-    }
+    calls = {"forward": run.forward(attention, (q, k, v))}
+    calls["forward + backward"] = run.forward_backward(attention, (q, k, v), dout)
     calls["forward"]()
     row = {"inputs_mib": 3 * q.nbytes / MIB, "hops": ranks.stats.hops, "received_mib": ranks.stats.bytes_received / MIB}
     for name, call in calls.items():
@@ -121,10 +119,9 @@ def main() -> None:
     )  # fmt: skip
     if dist.get_rank() == 0:
         shown = ("backend", "tokens", "heads", "dim", "dtype", "exchange", "causal")
+        planned = cost.exchanges[options.exchange].forward.bytes_received / MIB if ranks > 1 else 0
         result = {"ranks": ranks, **{name: getattr(options, name) for name in shown}, **row}
-        result["planned_received_mib"] = (
-            cost.exchanges[options.exchange].forward.bytes_received / MIB if ranks > 1 else 0
-        )
+        result["planned_received_mib"] = planned
         file = options.out / "ring.json"
         before = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []
         found = {**result, "machine": machine.describe(device, options.commit)}

@@ -34,17 +34,13 @@ ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttent
 SMALL = 0.02  # of the median
 
 
-def _commits(machines: list[dict[str, Any]]) -> str:
-    return " and ".join(dict.fromkeys(machine["commit"][:7] for machine in machines))
-
-
 def page_table(results: dict[str, Any]) -> str:
     """Forward / forward + backward by length; the machine on top, and which pattern that is below."""
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
     is_suggested, dtype = SUITE in results["suites"], results["dtypes"][0]
     names, lengths = (NAMES, MEASURED) if is_suggested else (ROWS, LENGTHS[kind])
     where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
-    said = _commits([machine, *machine.get("continued", [])])
+    said = " and ".join(dict.fromkeys(one["commit"][:7] for one in (machine, *machine.get("continued", []))))
     found = [
         f"{where}, torch {machine['versions']['torch']}, {dtype}, commit {said}; ms forward / forward + backward:",
         "",
@@ -61,7 +57,8 @@ def page_table(results: dict[str, Any]) -> str:
     verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"] and x["dtype"] == dtype}
     for row in names:
         verdict = verdicts.get(row, "–") if verdicts.get(row) in (None, "exact") else f"**{verdicts[row]}**"
-        cells = " | ".join(_cell(records, row, tokens) for tokens in lengths)
+        times = [[_time(records.get((row, n, way))) for way in ("forward", "forward_backward")] for n in lengths]
+        cells = " | ".join(map(" / ".join, times))
         found.append(f"| {row} | {verdict} | {cells} |")
     return "\n".join([*found, "", *(_reach(records, name) for name in PATTERNS)] if is_suggested else found)
 
@@ -77,10 +74,6 @@ def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str) -> st
         pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
         shares.append(f"{far_rows(pattern, tokens, record['heads'])[1]:.2%} at {tokens:,}")
     return f"- {name}: of all tokens of all heads, the longest segment holds {', '.join(shares)}."
-
-
-def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens: int) -> str:
-    return " / ".join(_time(records.get((name, tokens, way))) for way in ("forward", "forward_backward"))
 
 
 def _time(record: dict[str, Any] | None) -> str:

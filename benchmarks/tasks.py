@@ -53,21 +53,14 @@ class Task(NamedTuple):
 
 TASKS = {
     "code": Task(
-        {
-            "longnet-32k": Run("longnet", 32 * K),
-            "dense-8k": Run("dense", 8 * K),
-            "dense-32k": Run("dense", 32 * K),
-            "longnet-8k": Run("longnet", 8 * K),
-            "longnet-128k": Run("longnet", 128 * K),
-        },
+        {"longnet-32k": Run("longnet", 32 * K), "dense-8k": Run("dense", 8 * K), "dense-32k": Run("dense", 32 * K),
+         "longnet-8k": Run("longnet", 8 * K), "longnet-128k": Run("longnet", 128 * K)},
         (8 * K, 32 * K, 128 * K), 180.0, 1e6, {"dim": 512, "depth": 5, "heads": 8, "lr": 2e-3},
     ),
     "genome": Task(
-        {
-            "longnet-8k": Run("longnet", 8 * K, reach=FAR),
-            "longnet-1m": Run("longnet", FAR, step=FAR, reach=FAR, warmup=20),
-            "longnet-8k-large-steps": Run("longnet", 8 * K, step=FAR, reach=FAR, warmup=20),
-        },
+        {"longnet-8k": Run("longnet", 8 * K, reach=FAR),
+         "longnet-1m": Run("longnet", FAR, step=FAR, reach=FAR, warmup=20),
+         "longnet-8k-large-steps": Run("longnet", 8 * K, step=FAR, reach=FAR, warmup=20)},
         (8 * K, FAR), 100.0, 1e7, {"dim": 256, "depth": 4, "heads": 8, "lr": 2e-3},
     ),
 }  # fmt: skip

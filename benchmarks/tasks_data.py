@@ -81,13 +81,9 @@ def code(folders: list[Path], count: int, length: int) -> Data:
     held_out, rest = split(found, count, length)
     text = torch.frombuffer(bytearray().join(found[name] for name in rest), dtype=torch.uint8)
     judged = torch.frombuffer(bytearray().join(held_out.values()), dtype=torch.uint8)
-    facts = {
-        "packages": len(found),
-        "training_bytes": len(text),
-        "held_out_bytes": len(judged),
-        "held_out": {name: len(part) for name, part in held_out.items()},
-        "sha256": digest_of(text, judged),
-    }
+    sizes = {"packages": len(found), "training_bytes": len(text), "held_out_bytes": len(judged)}
+    parts = {name: len(part) for name, part in held_out.items()}
+    facts = {**sizes, "held_out": parts, "sha256": digest_of(text, judged)}
     return Data(text, judged.view(-1, length), 256, facts)
 
 
@@ -108,13 +104,8 @@ def genome(file: Path) -> Data:
     if len(bases) < 2:
         raise ValueError(f"the longest sequence of {file} has {len(bases)} bases: two are the least")
     text, end = bases.split([len(bases) - (cut := max(1, int(HELD_OUT * len(bases)))), cut])
-    facts = {
-        "name": name.decode(errors="replace").strip(),
-        "training_bases": len(text),
-        "held_out_bases": len(end),
-        "other_letters": len(letters) - len(known),  # left out
-        "sha256": digest_of(text, end),
-    }
+    sizes = {"training_bases": len(text), "held_out_bases": len(end), "other_letters": len(letters) - len(known)}
+    facts = {"name": name.decode(errors="replace").strip(), **sizes, "sha256": digest_of(text, end)}
     return Data(text, end.unsqueeze(0), len(BASES), facts)
 
 

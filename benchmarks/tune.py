@@ -30,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention
+from dilated_attention import DilatedPattern, Pattern, Window, charts, dilated_attention
 from dilated_attention.backends.triton import dispatch
 from dilated_attention.backends.triton.dispatch import DEFAULTS, KERNELS, TileConfig
 from dilated_attention.bench import machine, run
@@ -96,11 +96,9 @@ class Shape(NamedTuple):
 SLIDES = Shape(1 << 20, 16, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))  # those of the slide encoders
 THIN = Shape(1 << 20, 8, (1024, 2048, 4096), (1, 2, 4))
 SHAPES = {
-    32: SLIDES,
-    48: SLIDES,
+    **dict.fromkeys((32, 48), SLIDES),
     64: Shape(1 << 20, 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
-    96: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
-    128: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
+    **dict.fromkeys((96, 128), Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16))),
     256: Shape(1 << 17, 8, (2048, 8192, 32768), (1, 4, 16)),
 }
 
@@ -280,11 +278,7 @@ def race(
     in_turn = time(calls)
     near = [key for key, ms in in_turn.items() if ms <= NEAR * min(in_turn.values())]
     alone = {key: time({key: calls[key]})[key] for key in near}
-    return _ascending(in_turn), _ascending(alone)
-
-
-def _ascending(ms: dict[Any, float]) -> dict[Any, float]:
-    return dict(sorted(ms.items(), key=lambda item: item[1]))
+    return tuple(dict(sorted(ms.items(), key=lambda item: item[1])) for ms in (in_turn, alone))
 
 
 def candidates(kernel: str, size: int) -> list[TileConfig]:
@@ -352,15 +346,12 @@ def merge(into: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write(file: Path, results: dict[str, Any]) -> None:
-    """At once or not at all; a line for each key."""
-    half_written = file.with_name(f"{file.name}.part")
-    half_written.write_text(as_text(results) + "\n", encoding="utf-8")
-    half_written.replace(file)
+    """A line for each key."""
+    charts.write(file, f"{as_text(results)}\n".encode())
 
 
 def as_text(value: Any, indent: str = "") -> str:

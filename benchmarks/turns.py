@@ -74,12 +74,10 @@ def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each case the median over the turns of both versions, and new / old."""
     found = {}
     for case in turns[0]["ms"]:
-        both = {
-            version: statistics.median(turn["ms"][case][1] for turn in turns if turn["version"] == version)
-            for version in ("old", "new")
-            if any(turn["version"] == version and case in turn["ms"] for turn in turns)
-        }
-        if len(both) == 2:
+        with_it = [turn for turn in turns if case in turn["ms"]]
+        old, new = ([turn["ms"][case][1] for turn in with_it if turn["version"] == one] for one in ("old", "new"))
+        if old and new:
+            both = {"old": statistics.median(old), "new": statistics.median(new)}
             found[case] = {**both, "ratio": both["new"] / both["old"]}
     return found
 

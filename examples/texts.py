@@ -53,9 +53,8 @@ def summary(documents: Sequence[Tensor]) -> str:
 class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
-    ``rows[i]`` depends on i alone: it is the same on every rank, in whatever order rows are read. rows[count] begins
-    the second round over the documents. With a ``seed``, the documents and then the rows are shuffled, anew in each
-    round: rows that follow one another in a document would be too much alike for one step.
+    ``rows[i]`` depends on i alone, so it is the same on every rank; rows[count] begins the second round. A ``seed``
+    shuffles documents and rows in each round: rows that follow one another would be too much alike for one step.
     """
 
     def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:

@@ -5,23 +5,17 @@
 
 A row is one packed sequence of --tokens tokens. It is spread over --sequence ranks; the other ranks take other rows.
 Started again with the same arguments, or with more --steps, training goes on from its last checkpoint, on any number of
-ranks. To use what is trained:
-
-    checkpoint = torch.load("runs/one/step-00000450.pt", weights_only=True)
-    model = LongNetLM(LMConfig.from_dict(checkpoint["config"]))
-    model.load_state_dict(checkpoint["model"])
+ranks. docs/language-models.md shows how to use what is trained.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,12 +28,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import Checkpoints, Log, together
 
 import dilated_attention as da
 from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.training import Checkpoints, together
 from dilated_attention.models.transformer import SIZES
 
 
@@ -192,51 +186,6 @@ class Trainer:
         return [*prompt.tolist(), *written[0].tolist()]
 
 
-class Log:
-    """Writes the log of a training, on the first rank alone: a file of JSON lines, and a live line in the terminal.
-
-    Lines of steps after ``step``, the last that is done, are removed: these steps are run again.
-    """
-
-    def __init__(self, file: Path, steps: int, step: int) -> None:
-        self.file, self.steps = file, steps
-        self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
-        # a torn last line is left out: the program was killed as it wrote it
-        old = file.read_text("utf-8").split("\n")[:-1] if self.speaks and file.exists() else []
-        self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
-        if self.speaks:
-            charts.write(self.file, "".join(f"{json.dumps(line)}\n" for line in self.lines).encode())
-
-    def add(self, step: int, **facts: float) -> None:
-        if not self.speaks:
-            return
-        line = {"step": step, **facts}
-        if self.lines[-1:] != [line]:  # a training that was finished before says the same again
-            self.lines.append(line)
-            with self.file.open("a") as file:
-                file.write(f"{json.dumps(line)}\n")
-        told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-        said = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
-        if sys.stdout.isatty():
-            print(f"\r\033[K{said}", end="", flush=True)
-        elif step % max(1, self.steps // 10) == 0:
-            print(said, flush=True)
-
-    def plot(self, file: Path, levels: dict[str, float]) -> None:
-        """Draws the losses in bits per token; ``levels`` are lines to compare them with."""
-        points = [(line["step"], line["loss"] / math.log(2), "training") for line in self.lines if "loss" in line]
-        points += [(at, bits, name) for name, bits in levels.items() for at in (0, self.steps)]
-        chart = {
-            "data": {"values": [{"step": at, "bits per token": bits, "of": name} for at, bits, name in points]},
-            "mark": "line", "width": 560, "height": 320, "encoding": {
-                "x": {"field": "step", "type": "quantitative"},
-                "y": {"field": "bits per token", "type": "quantitative", "scale": {"zero": False}},
-                "color": {"field": "of", "type": "nominal", "title": None},
-            },
-        }  # fmt: skip
-        charts.write(file, charts.drawn(chart, ".svg"))
-
-
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     """Train to the end; False: SIGTERM came, and all is saved."""
     asked, stops = [], 0.0
@@ -248,11 +197,9 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
             dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
             stops, broken = told.tolist()
             if broken:
-                raise ValueError(
-                    f"step {trainer.step} has a loss, gradients or weights that are not finite (loss {loss:.4g}, norm "
-                    f"{norm:.4g}): start again with a lower --lr and another --out; the last good checkpoint is "
-                    f"{trainer.checkpoints.last()}"
-                )
+                then = f"with a lower --lr and another --out; the last good checkpoint is {trainer.checkpoints.last()}"
+                what = f"a loss, gradients or weights that are not finite (loss {loss:.4g}, norm {norm:.4g})"
+                raise ValueError(f"step {trainer.step} has {what}: start again {then}")
             with together("Log.add()", device=loss.device.type):  # the disk may be full
                 log.add(trainer.step, loss=float(loss), norm=norm)
             if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:

@@ -9,9 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.call import Heads
 from dilated_attention.pattern import RULES
-from dilated_attention.ring.shards import Shards, SharedSegment, shared_segments
 from tests.cases import EXCHANGES, Case
 
 
@@ -43,12 +41,3 @@ def problem(seed: int, most_ranks: int, most_tokens: int, dtypes: tuple[str, ...
         dlse=pick.random() < 0.7, dropout_p=pick.choice((0.0, 0.0, 0.4)), backend=pick.choice(("auto", "eager")),
         exchange=pick.choice(EXCHANGES), recompute=pick.random() < 0.5,
     )  # fmt: skip
-
-
-def shards_of(case: Case) -> Shards:
-    return Shards.of(case.lengths())
-
-
-def shared_segments_of(case: Case, rank: int) -> tuple[SharedSegment, ...]:
-    _, kv_heads = case.head_counts()
-    return shared_segments(case.the_pattern(), shards_of(case), Heads(0, kv_heads, kv_heads), rank)

@@ -222,6 +222,17 @@ PATHS |= {
         {**PATHS["stream"].axes, "rule": ("once", "sum"), "tokens": (5, 53), "pattern": AHEAD, "is_causal": (True,)}
     ),
 }
+UNION_EXCHANGES = {"exchange": ("ring", "allgather")}
+PATHS |= {
+    f"union_{name}": Path(
+        {**PATHS[name].axes, "rule": ("once", "sum"), "pattern": tuple(UNIONS), **UNION_EXCHANGES}, triples,
+    )
+    for name, triples in (
+        ("threads", ("rule", "is_causal", "pattern", "exchange", "ranks")),
+        ("packed_threads", ("is_causal", "pattern", "exchange")),
+        ("ranks", ("is_causal", "pattern", "exchange")), ("packed_ranks", ()),
+    )
+}  # fmt: skip
 PATHS["union_triton"] = Path(
     {
         **PATHS["triton"].axes, "rule": ("once", "sum"),

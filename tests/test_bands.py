@@ -96,3 +96,27 @@ def test_keys_that_lie_elsewhere(seed: int, counts: Counts) -> None:
     for sample, (head, query, key) in itertools.product(range(samples), shown.nonzero().tolist()):
         wanted[int(rows[sample, query, head]), int(keys[sample, key, head])] += int(shown[head, query, key])
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("branches", "queries", "keys", "heads"),
+    [
+        ([da.Prefix(1), da.Window(8, 1), da.Dilated(10), da.Dilated(42, 5)], (10, 49), (6, 10), 6),
+        ([da.Prefix(5), da.Window(7, 4), da.Dilated(12, 2), da.Dilated(30, 4)], (19, 47), (7, 19), 5),
+    ],
+)
+def test_a_row_of_a_head_travels_once(
+    branches: list[da.branches.Branch], queries: tuple[int, int], keys: tuple[int, int], heads: int
+) -> None:
+    """Heads of a branch are in views of several kinds here, as windows cut off parts of some."""
+    call = Call(
+        da.Pattern(branches), samples=1, heads=heads, kv_heads=heads, total=60, start=queries[0],
+        queries=queries[1] - queries[0], in_parts=True,
+    )  # fmt: skip
+    rows = torch.arange((keys[1] - keys[0]) * heads).view(1, -1, heads, 1)
+    sent = [
+        (part.blocks[0].branch, row)
+        for part in away(call, keys[0], keys[1] - keys[0])
+        for row in part.rows.of(rows).flatten().tolist()
+    ]
+    assert len(sent) == len(set(sent))

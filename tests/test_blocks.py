@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention import DilatedPattern
-from dilated_attention.blocks import Block, View, plan
+from dilated_attention.blocks import Block, plan
 from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
 from dilated_attention.reference import key_counts
@@ -91,12 +91,11 @@ def test_blocks_and_their_parts_show_what_the_oracle_counts(
     """Of a shard those keys that are here. Parts know their rows of queries in a packed tensor, too."""
     x, shown = ids(call.samples, call.queries, call.heads, fold), []
     for block in plan(call, fold).blocks:
-        view, q_heads = block.queries, block.heads * call.q_per_kv
-        packed = view.of(x, call.q_per_kv).reshape(view.samples, view.segments * view.rows, q_heads)
-        place = View(0, view.samples, 0, view.segments, view.rows, view.rows, 1, 0, q_heads, 1, 0)
-        for part in block._replace(packed_queries=place).cut(rows, heads, batch):
+        view = block.queries
+        packed = view.of(x, call.q_per_kv).contiguous()
+        for part in block.cut(rows, heads, batch):
             shown.append(part)
-            assert torch.equal(part.packed_queries.of(packed), part.queries.of(x, call.q_per_kv))
+            assert torch.equal(part.queries.within(view).of(packed, call.q_per_kv), part.queries.of(x, call.q_per_kv))
             assert part.heads <= (heads or part.heads)
             assert part.batch <= (batch or part.batch)
             assert rows is None or part.batch * part.heads * part.queries.rows <= max(rows, part.queries.rows)

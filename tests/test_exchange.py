@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import graphlib
 import itertools
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Blocks, Dilated, DilatedPattern, Pattern, Prefix, Strided, Window
 from dilated_attention import call as calls
-from dilated_attention.ring.routes import bundles
+from dilated_attention.branches import Branch
 from tests.cases import EXCHANGES, Case
-from tests.drawn import drawn, few, shared_segments_of
+from tests.drawn import drawn, few
 
 # --- the engine -------------------------------------------------------------------------------------------------
 
@@ -36,23 +34,55 @@ def test_the_engine_against_the_oracle(case: Case) -> None:
         assert not transport.office.waiting
 
 
-# --- whole segments ---------------------------------------------------------------------------------------------
+# --- patterns of any branches -----------------------------------------------------------------------------------
 
 
-@few(100)
-@given(drawn(), st.booleans())
-def test_every_head_of_a_channel_is_in_one_bundle(case: Case, apart: bool) -> None:
-    for shared in {shared for rank in range(case.ranks) for shared in shared_segments_of(case, rank)}:
-        found = bundles((shared,), apart)
-        assert sorted(head for segment, _ in found for head in segment.heads) == sorted(shared.heads)
-        dealt = Counter(dict.fromkeys(shared.members, 0))
-        for segment, target in found:
-            dealt[target] += len(segment.heads)
-            assert not apart or len({offset for _, offset in segment.heads}) == 1
-            for piece in shared.pieces:
-                assert len({shared.rows(offset, piece) for _, offset in segment.heads}) == 1
-        assert set(dealt) == set(shared.members)
-        assert max(dealt.values()) - min(dealt.values()) <= 1, "as even as can be"
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_listed_dilated_branches(exchange: str) -> None:
+    """Summed, they go by every exchange."""
+    pattern = Pattern([Dilated(16), Dilated(48, 3, 1), Dilated(60, 2, heads=[0, 2])], counts="sum")
+    case = spanning(11, 25, 0, 24, exchange=exchange, is_causal=True, pattern=pattern, mask="right", dropout_p=0.3)
+    case.check(case.on_threads()[0])
+
+
+@pytest.mark.parametrize("branches", [[Window(3)], [Dilated(8), Prefix(2)]])
+def test_what_an_alltoall_cannot_do(branches: list[Branch]) -> None:
+    for counts in ("once", "sum"):
+        case = spanning(8, 8, exchange="alltoall", pattern=Pattern(branches, counts=counts))
+        with pytest.raises(
+            ValueError, match="exchange='alltoall' is for patterns of Dilated branches with counts='sum'"
+        ):
+            case.on_threads()
+
+
+def sent(pattern: Pattern, is_causal: bool, exchange: str = "ring") -> list[dict[int, int]]:
+    """Rows of K that each of four ranks with 16 tokens sends to the others in the forward pass; one head."""
+    case = spanning(*(16,) * 4, exchange=exchange, pattern=pattern, is_causal=is_causal, own_heads=(1, 1), dtype="f64")
+    got, transports = case.on_threads()
+    case.check(got)
+    found: list[dict[int, int]] = [{} for _ in transports]
+    for rank, transport in enumerate(transports):
+        for name, sends, _ in transport.log:
+            if "forward" in name:
+                found[rank] |= {peer: count // (2 * 3 * 8) for peer, count in sends.items()}
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["ring", "allgather"])
+def test_rows_go_only_to_whom_needs_them(exchange: str) -> None:
+    assert sent(Pattern([Window(5)]), True, exchange) == [{1: 5}, {2: 5}, {3: 5}, {}]
+    assert sent(Pattern([Window(2, 20)]), False, exchange) == [
+        {1: 2},
+        {0: 16, 2: 2},
+        {1: 16, 0: 4, 3: 2},
+        {2: 16, 1: 4},
+    ]
+    assert sent(Pattern([Prefix(3)]), False, exchange) == [{1: 3, 2: 3, 3: 3}, {}, {}, {}]
+    assert sent(Pattern([Strided(8, 1)]), False, exchange) == [{x: 2 for x in range(4) if x != y} for y in range(4)]
+    assert sent(Pattern([Blocks(8, [(7, 0), (6, 0), (3, 1)])]), True, exchange) == [{3: 8, 1: 8}, {}, {}, {}]
+    assert sent(Pattern([Window(2), Dilated(64, 16, 3), Prefix(2)]), True, exchange) == [
+        {1: 2 + 1 + 2, 2: 1 + 2, 3: 1 + 2}, {2: 2 + 1, 3: 1}, {3: 2 + 1}, {},
+    ]  # fmt: skip
 
 
 # --- what is sent and held --------------------------------------------------------------------------------------
@@ -82,7 +112,7 @@ def test_zero_keys_without_a_mask(name: str, exchange: str, ranks: int) -> None:
     case.check(case.on_threads()[0])
 
 
-def spanning(*lengths: int, pattern: DilatedPattern | None = None, **more: Any) -> Case:
+def spanning(*lengths: int, pattern: Pattern | None = None, **more: Any) -> Case:
     """Every segment lies on all ranks."""
     given = {"is_causal": False, "samples": 1, "own_heads": (6, 3), "head_dim": 3, **more}
     return Case(

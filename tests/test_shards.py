@@ -1,25 +1,20 @@
-"""Shards, and the shared_segments over their borders, against sets of positions made by brute force."""
+"""Where shards cut a sequence, and whole segments shared by the ranks that hold them, against sets of positions."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 
+import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import given
 
-from dilated_attention import DilatedPattern
-from dilated_attention.ring.shards import Heads, Shards, crosses, shared_segments
+from dilated_attention.blocks import View
+from dilated_attention.call import Call
+from dilated_attention.ring.alltoall import Bundle, bundles_of, share
+from dilated_attention.ring.shards import Shards
 from tests.cases import Case
-from tests.drawn import drawn, few, shards_of, shared_segments_of
-
-
-def tokens_of(shards: Shards, rank: int) -> set[int]:
-    return set(range(shards.starts[rank], shards.starts[rank + 1]))
-
-
-# --- shards -----------------------------------------------------------------------------------------------------
+from tests.drawn import drawn, few
 
 
 def test_even_shards_are_those_of_tensor_split() -> None:
@@ -28,68 +23,68 @@ def test_even_shards_are_those_of_tensor_split() -> None:
         assert Shards.even(tokens, ranks) == Shards.of(expected)
 
 
-# --- shared segments ------------------------------------------------------------------------------------------------
+def test_where_a_sequence_is_cut() -> None:
+    shards = Shards.of((4, 0, 6, 3), (0, 5, 13))
+    assert shards.cut(5, 13) == (range(2, 4), (0, 5, 8))
+    assert shards.cut(2, 9) == (range(3), (0, 2, 2, 7))
+    assert shards.cut(4, 4) == (range(0), (0,))
+    assert [shards.sequence(token) for token in (4, 5, 12)] == [(0, 5), (5, 13), (5, 13)]
 
 
-def rows_on_ranks(
-    pattern: DilatedPattern, shards: Shards, heads: Heads
-) -> dict[tuple[int, int, int], dict[int, set[int]]]:
+@pytest.mark.parametrize("items", [0, 1, 2, 5, 8, 12, 100])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
+def test_shares_are_even_and_complete(items: int, parts: int) -> None:
+    shares = [share(items, parts, index) for index in range(parts)]
+    assert [item for some in shares for item in some] == list(range(items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# --- whole segments -------------------------------------------------------------------------------------------------
+
+
+def rows_on_ranks(case: Case) -> dict[tuple[int, int, int], dict[int, list[int]]]:
     """By (branch, segment start, head): the rows that each rank has, by brute force over all tokens."""
-    owner = {token: rank for rank in range(shards.ranks) for token in tokens_of(shards, rank)}
-    found: dict[tuple[int, int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    pattern, (_, heads) = case.the_pattern(), case.head_counts()
+    owner = [rank for rank, length in enumerate(case.lengths()) for _ in range(length)]
+    found: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for branch, (width, rate) in enumerate(pattern.branches):
-        for head in range(heads.first, heads.first + heads.held):
-            if head not in pattern.heads(branch, heads.total):
-                continue
-            offset = pattern.offset(branch, head, heads.total)
-            for token, rank in owner.items():
+        for head in pattern.heads(branch, heads):
+            offset = pattern.offset(branch, head, heads)
+            for token, rank in enumerate(owner):
                 if token % width % rate == offset:
-                    found[branch, token - token % width, head - heads.first][rank].add(token)
+                    found[branch, token - token % width, head][rank].append(token)
     return found
 
 
-SMALL = Case(
-    "shards", 0, "longnet", False, "own", 35, own_pattern=DilatedPattern.longnet([40], [3]), own_heads=(5, 5), ranks=6,
-    own_lengths=(1, 1, 1, 30, 0, 2),
-)  # fmt: skip
-
-
-@few(200)
-@given(drawn(), st.integers(0, 7))
-@example(SMALL, 0)
-def test_channels_are_the_segments_with_rows_on_several_ranks(case: Case, elsewhere: int) -> None:
-    pattern, shards, (_, total) = case.the_pattern(), shards_of(case), case.head_counts()
-    first = elsewhere % total  # the heads before it are another process's
-    heads = Heads(first, total - first, total)
-    expected = rows_on_ranks(pattern, shards, heads)
-    for rank in range(shards.ranks):
-        seen = set()
-        for shared in shared_segments(pattern, shards, heads, rank):
-            width, rate = pattern.branches[shared.branch]
-            assert (shared.dilation, shared.start % width) == (rate, 0)
-            assert shared.stop == min(shared.start + width, shards.tokens)
-            assert shared.members == tuple(sorted(shared.members))
-            assert len(shared.members) > 1
-            for head, offset in shared.heads:
-                assert offset == pattern.offset(shared.branch, head + first, total)
-                there = expected[shared.branch, shared.start, head]
-                assert shared.members == tuple(sorted(there))
-                for member, rows in there.items():
-                    piece = shared.piece(member)
-                    assert shared.rows(offset, piece) == len(rows)
-                    assert shared.first_row(offset, piece) == min(rows)
-                seen.add((shared.branch, shared.start, head))
-        assert seen == {key for key, there in expected.items() if rank in there and len(there) > 1}
+def tokens_of(view: View, index: int, start: int) -> list[int]:
+    """Of the index-th head of a view, in the sequence."""
+    first = start + view.token + index * view.token_step
+    return [first + row * view.row_step for row in range(view.rows)]
 
 
 @few(200)
 @given(drawn())
-def test_every_rank_knows_whether_a_segment_crosses_a_border(case: Case) -> None:
-    pattern, shards = case.the_pattern(), shards_of(case)
-    cut = any(
-        len([rank for rank in range(case.ranks) if set(range(start, start + width)) & tokens_of(shards, rank)]) > 1
-        for width in pattern.segment_lengths
-        for start in range(0, shards.tokens, width)
+def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> None:
+    shards, (heads, kv_heads) = Shards.of(case.lengths()), case.head_counts()
+    call = Call(
+        case.the_pattern(), case.is_causal, samples=case.samples, heads=heads, kv_heads=kv_heads, total=case.tokens
     )
-    assert crosses(pattern, shards) == cut
-    assert cut or not any(shared_segments_of(case, rank) for rank in range(case.ranks))
+    shared = {key: ranks for key, ranks in rows_on_ranks(case).items() if len(ranks) > 1}
+    by_rank = [bundles_of(call, shards, rank) for rank in range(case.ranks)]
+    seen: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    every: dict[tuple[int, int, tuple[int, ...]], Bundle] = {}
+    for rank, bundles in enumerate(by_rank):
+        for bundle in bundles:
+            assert every.setdefault((bundle.branch, bundle.segment, bundle.heads), bundle) == bundle
+            for index, head in enumerate(bundle.heads):
+                key = bundle.branch, bundle.segment, head
+                seen[key].add(rank)
+                rows = {x: tokens_of(view, index, shards.starts[x]) for x, view in bundle.members.items()}
+                assert rows == shared[key]
+                assert bundle.at[index] == rows[min(rows)][0]
+    assert {key: {*ranks} for key, ranks in shared.items()} == seen
+    dealt: dict[tuple[int, int, tuple[int, ...]], Counter[int]] = {}
+    for bundle in every.values():
+        group = bundle.branch, bundle.segment, tuple(bundle.members)
+        dealt.setdefault(group, Counter(dict.fromkeys(bundle.members, 0)))[bundle.target] += len(bundle.heads)
+    assert all(max(some.values()) - min(some.values()) <= 1 for some in dealt.values()), "as even as can be"

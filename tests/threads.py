@@ -15,7 +15,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import Stats
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.ring import run as ring
 from dilated_attention.testing import Results, run
 
@@ -152,7 +152,7 @@ class FakeRanks(ring.Ranks):
 def run_sharded(
     qkv: tuple[Tensor, ...],
     lengths: Sequence[int],
-    pattern: DilatedPattern,
+    pattern: Pattern,
     dout: Tensor,
     dlse: Tensor | None = None,
     *,

@@ -22,7 +22,7 @@ from dilated_attention.branches import Dense, Dilated, Global, Prefix, Window
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Pattern, Rule
-from dilated_attention.ring.cost import LINKS, PlanCost, plan_cost
+from dilated_attention.ring.cost import LINKS, MOST_COUNTED, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, flops_text, number_text
 
 NEAR, SINKS = 1024, 4  # tokens of a window, and first ones that all of a language model see
@@ -30,7 +30,7 @@ ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enou
 # What PyTorch's kernels take beyond what `plan_cost` counts. Measured on an H200 in bfloat16: 5 % more in the forward
 # pass and 26 % in the backward pass (benchmarks/results/ring.json). A test checks these numbers against that file.
 FORWARD_MORE, BACKWARD_MORE = 1.1, 1.3
-MOST_TRIED = 2**16  # ranks, where more of them might help
+MOST_TRIED = MOST_COUNTED  # ranks, where more of them might help
 CHEAPER = {torch.float64: (torch.float32, torch.bfloat16), torch.float32: (torch.bfloat16,)}
 WIDTH = 80  # columns of what is printed
 
@@ -63,8 +63,6 @@ class Workload:
     flops_per_second: float = 400e12
 
     def cost(self, pattern: Pattern) -> PlanCost:
-        if not isinstance(pattern, DilatedPattern):
-            raise ValueError(f"costs are counted of dilated patterns only, got {pattern}")
         return plan_cost(
             pattern, self.tokens, self.ranks, num_heads=self.heads, head_dim=self.head_dim, num_kv_heads=self.kv_heads,
             dtype=self.dtype, batch=self.batch, is_causal=self.is_causal,

@@ -9,6 +9,7 @@ Legend: B samples, n tokens here, H query heads, Hk key/value heads, D head dim;
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -57,6 +58,20 @@ class View(NamedTuple):
         """The rows of the one segment so many times, ``step`` rows apart, as segments of their own."""
         return self._replace(segments=number, segment_step=step * self.row_step)
 
+    def within(self, whole: View) -> View:
+        """The same rows in a tensor (b, L, h, ...) that has those of ``whole`` alone, of which they are a part."""
+        head = (self.head - whole.head) // whole.head_step
+        token = self.token - whole.token - head * whole.token_step
+        segment, token = divmod(token, whole.segment_step) if whole.segments > 1 else (0, token)
+        samples, segments = self.samples, self.segments
+        if whole.segments > 1:
+            samples, segments = samples * segments, 1
+        sample = (self.sample - whole.sample) * whole.segments + segment
+        return View(
+            sample, samples, token // whole.row_step, segments, self.segment_step // whole.row_step, self.rows,
+            self.row_step // whole.row_step, head, self.heads, self.head_step // whole.head_step, 0,
+        )  # fmt: skip
+
     def part(self, first: int, count: int, head: int, heads: int) -> View:
         """Some of the batch, [first, first + count), and some heads. Whole samples, or segments of one sample."""
         view = self._replace(
@@ -85,7 +100,6 @@ class Block(NamedTuple):
     segment: int  # where the first segment begins in the sequence
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
-    packed_queries: View | None = None  # in a tensor of this rank's rows alone, where keys are another rank's
     numbers: tuple[int, ...] = ()  # of the key/value heads, where the views are not of the call's own tensors
     but: tuple[Branch, ...] = ()  # the pairs that these branches show count elsewhere,
     sequence: tuple[int, int] = (0, 0)  # in the sequence that begins and ends here
@@ -176,12 +190,7 @@ class Block(NamedTuple):
         segment = 0 if self.queries.segments == 1 else first % self.queries.segments
         shift = segment * self.queries.segment_step
         where = (first, stop - first, head, last - head)
-        packed = self.packed_queries
-        if packed is not None:
-            q_per_kv = packed.heads // self.heads
-            packed = packed.part(first, stop - first, head * q_per_kv, (last - head) * q_per_kv)
         return self._replace(
-            packed_queries=packed,
             numbers=self.numbers[head:last],
             queries=self.queries.part(*where),
             keys=self.keys.part(*where),
@@ -251,39 +260,72 @@ class Away(NamedTuple):
 def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
     """What the queries of a call see of the keys [first, first + count), which are not here.
 
-    Both ends of a message make the same list. Rows that several blocks of a branch see are packed once.
+    Both ends of a message make the same list. A row that several blocks of a branch see is packed once for each head.
     """
+    call = call._replace(key_start=first, keys=count)
+    if not count or not _cu_seqlens_here(call):
+        return ()
     lanes: dict[Hashable, list[Block]] = {}
-    for block in plan(call._replace(key_start=first, keys=count), False).blocks:
+    for block in _apart(plan(call, False).blocks):
         keys = block.keys
-        place = keys.token % keys.row_step if keys.segments == 1 else (keys.token, keys.rows)
-        lanes.setdefault((block.branch, keys._replace(token=0, rows=0), place), []).append(block)
+        where = keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
+        lanes.setdefault((block.branch, where), []).append(block)
     found: list[Away] = []
     for blocks in lanes.values():
-        rows = blocks[0].keys._replace(rows=0)
-        waiting: list[Block] = []
-        for block in sorted(blocks, key=lambda block: block.keys.token):
-            if waiting and block.keys.token > rows.token + rows.rows * rows.row_step:
-                found.append(_packed(rows, waiting))
-                waiting = []
-            rows = rows if waiting else block.keys
-            stop = (block.keys.token - rows.token) // rows.row_step + block.keys.rows
-            rows = rows._replace(rows=max(rows.rows, stop))
-            waiting.append(block)
-        found.append(_packed(rows, waiting))
+        spans = together(span for block in blocks for span in _spans(block.keys))
+        starts = [start for start, _ in spans]
+        waiting: list[list[Block]] = [[] for _ in spans]
+        for block in blocks:
+            places = {bisect.bisect_right(starts, start) for start, _ in _spans(block.keys)}
+            for one in [block] if len(places) == 1 else block.cut(batch=1):
+                waiting[bisect.bisect_right(starts, one.keys.token) - 1].append(one)
+        for (start, stop), some in zip(spans, waiting, strict=True):
+            rows = (stop - start) // some[0].keys.row_step
+            found.append(_packed(some[0].keys._replace(token=start, segments=1, segment_step=0, rows=rows), some))
     return tuple(found)
+
+
+def _apart(blocks: Iterable[Block]) -> Iterator[Block]:
+    """The blocks, with one head each where a head is in views of several kinds, and where segments are not whole rows
+    apart."""
+    kinds: dict[tuple[int, int], set[Hashable]] = {}
+    for block in blocks:
+        for head in block.head_numbers:
+            kinds.setdefault((block.branch, head), set()).add(block.keys[7:])
+    for block in blocks:
+        heads = 1 if any(len(kinds[block.branch, head]) > 1 for head in block.head_numbers) else None
+        batch = 1 if block.keys.segments > 1 and block.keys.segment_step % block.keys.row_step else None
+        for one in block.cut(heads=heads, batch=batch):
+            yield one._replace(keys=one.keys._replace(head_step=1, token_step=0)) if one.heads == 1 else one
+
+
+def _spans(keys: View) -> list[tuple[int, int]]:
+    """The tokens of the first head, segment by segment."""
+    starts = (keys.token + index * keys.segment_step for index in range(keys.segments))
+    return [(start, start + keys.rows * keys.row_step) for start in starts]
+
+
+def together(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches [start, stop) that meet or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _packed(rows: View, blocks: list[Block]) -> Away:
     """The blocks with keys that are packed: those rows, one after the other."""
-    whole = View(0, rows.samples * rows.segments, 0, 1, rows.rows, rows.rows, 1, 0, rows.heads, 1, 0)
-    moved = [
-        block._replace(
-            keys=whole.some_rows((block.keys.token - rows.token) // rows.row_step, block.keys.rows),
-            numbers=block.head_numbers,
-        )
-        for block in blocks
-    ]
+    moved = []
+    for block in blocks:
+        keys, step = block.keys, rows.row_step
+        packed = View(
+            0, keys.samples, (keys.token - rows.token) // step, keys.segments, keys.segment_step // step, keys.rows, 1,
+            0, keys.heads, 1, 0,
+        )  # fmt: skip
+        moved.append(block._replace(keys=packed, numbers=block.head_numbers))
     return Away(rows, tuple(moved))
 
 
@@ -340,7 +382,7 @@ def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
 def _places(call: Call, index: int, head: int) -> Iterator[Place]:
     """The rectangles of a branch and head, in the tokens of all sequences."""
     branch = call.pattern.branches_for(call.held.total)[index]
-    for begin, end in itertools.pairwise(call.cu_seqlens or (0, call.total)):
+    for begin, end in itertools.pairwise(_cu_seqlens_here(call)):
         queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
         if not queries:
             continue
@@ -349,16 +391,30 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
             if isinstance(branch, Dilated):
                 segment += first - first % branch.length
                 zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
-            for here in _with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
+            for here in with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
                 for even in here.even():
                     yield Place(even.moved(begin), segment, zeros, but, (begin, end))
 
 
-def _with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
+def _cu_seqlens_here(call: Call) -> tuple[int, ...]:
+    """Those of the sequences that have both queries and keys here."""
+    cu_seqlens = call.cu_seqlens or (0, call.total)
+    first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
+    if first >= stop:  # at most the one that reaches from the earlier ones to the later ones
+        first, stop = stop - 1, first + 1
+        before = max(bisect.bisect_right(cu_seqlens, first) - 1, 0)
+        return cu_seqlens[before : before + 2] if cu_seqlens[before + 1] >= stop else ()
+    return cu_seqlens[bisect.bisect_right(cu_seqlens, first) - 1 : bisect.bisect_left(cu_seqlens, stop) + 1]
+
+
+def with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
     """The rectangle with those of its keys that are here."""
     last = rect.keys.last + (rect.repeats - 1) * rect.period
     if rect.is_empty or (first <= rect.keys.start and last < stop):
         return [rect]
+    if rect.period:  # the repeats that have some
+        begin = max(0, -((rect.keys.last - first) // rect.period))
+        rect = rect.some(begin, max(begin, min(rect.repeats, -((rect.keys.start - stop) // rect.period))))
     return [x._replace(keys=x.keys.inside(first, stop)).between() for x in rect.singles()]
 
 

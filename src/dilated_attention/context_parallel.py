@@ -27,9 +27,10 @@ class ContextParallel:
 
     Args:
         group: a ``torch.distributed`` process group or a 1-D ``DeviceMesh``; None: the default group.
-        exchange: how key and value rows of other ranks reach this one. "ring": they pass from neighbour to neighbour,
-            and a rank holds two blocks at a time. "allgather": all of them arrive in one step. "alltoall": each rank
-            gets whole segments, but only some of the heads. "auto": the exchange whose communication time
+        exchange: how key and value rows of other ranks reach this one, straight from the rank that has them. "ring": in
+            step t those of the rank t places before, so that a rank holds rows of two ranks at a time. "allgather": all
+            of them in one step. "alltoall": each rank gets whole segments, but only some of the heads; for `Dilated`
+            branches that are summed. "auto": the exchange whose communication time
             :func:`plan_cost` estimates as the shortest; one whose received rows would take more than twice the memory
             of this rank's q, k, v, out and lse is left out. None: the default of the class or function:
             "allgather" in :class:`RingDilatedAttentionV2Collective`, "ring" in the other Ring classes, "auto" in

@@ -159,7 +159,7 @@ class Pattern:
         """
         if self.counts == "once":
             return sorted(range(len(self.listed)), key=lambda index: not (drops or self.listed[index].cuts))
-        rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self._resolved(1)]
+        rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self.branches_for(1)]
         return sorted(range(len(rates)), key=rates.__getitem__)
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
@@ -189,9 +189,10 @@ class Pattern:
 
         With each rectangle come the branches whose pairs are to be left out of it; what can be cut away is.
         """
-        branches, order = self.branches_for(kv_heads), self.order(drops)
-        before = order[: order.index(branch)] if self.counts == "once" else []
-        earlier = [branches[index] for index in before if head in branches[index].members]
+        branches, earlier = self.branches_for(kv_heads), []
+        if self.counts == "once":
+            order = self.order(drops)
+            earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
         return parts_of(branches[branch], earlier, head, queries, n, is_causal)
 
     def keys(

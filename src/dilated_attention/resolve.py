@@ -127,8 +127,6 @@ def check_options(options: Options) -> tuple[float, float]:
     pattern = options.pattern
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern or a DilatedPattern, got {type(pattern).__name__}")
-    if options.in_parts and not isinstance(pattern, DilatedPattern):
-        raise NotImplementedError(f"only a DilatedPattern goes over ranks, and in streams, got {pattern}")
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
     check_flag("return_lse", options.return_lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from hypothesis import given
 
 from dilated_attention import DilatedPattern
-from dilated_attention.call import Call
+from dilated_attention.blocks import View
+from dilated_attention.call import Call, checked_cu_seqlens
+from dilated_attention.ring.alltoall import bundles_of
+from dilated_attention.ring.circulate import steps_of
 from dilated_attention.ring.cost import PlanCost, fastest_exchange
-from dilated_attention.ring.packing import Field, Fields, part_bytes
-from dilated_attention.ring.routes import Part, bundles, dealing, traffic
 from dilated_attention.ring.shards import Shards
 from tests.cases import DTYPES, EXCHANGES, Case
-from tests.drawn import drawn, few, shards_of, shared_segments_of
+from tests.drawn import drawn, few
+from tests.table import cover
 
 CASES = drawn(most_ranks=12, most_tokens=200, dtypes=("bf16", "f32", "f64"))
 
@@ -46,42 +48,58 @@ def group_of(case: Case) -> int:
 # --- the messages, one by one -----------------------------------------------------------------------------------
 
 
-def fields(case: Case) -> dict[str, Fields]:
-    """What a row is made of in each kind of message."""
-    dtype, group = DTYPES[case.dtype], group_of(case)
-    exact = torch.promote_types(dtype, torch.float32)
-    q, k, lse = Field(dtype, group, (case.head_dim,)), Field(dtype, 1, (case.head_dim,)), Field(exact, group)
-    padding = (Field(torch.bool),) if case.mask != "none" else ()
+def bytes_of(case: Case) -> dict[str, int]:
+    """What a row of one key/value head and its query heads takes in each kind of message."""
+    dtype, group, dim = DTYPES[case.dtype], group_of(case), case.head_dim
+    exact = torch.promote_types(dtype, torch.float32).itemsize
+    q, k, padding = group * dim * dtype.itemsize, dim * dtype.itemsize, int(case.mask != "none")
+    there, back = q + 2 * k + padding, group * exact + q
     return {
-        "blocks": (k, k, *padding),
-        "sums": (Field(exact, 1, (case.head_dim,)),) * 2,
-        "there": (q, k, k, *padding),
-        "back": (lse, q),
-        "backward there": (lse, q, q, q, k, k, *padding),
-        "backward back": (q, k, k),
-    }
+        "blocks": 2 * k + padding, "sums": 2 * dim * exact, "there": there, "back": back,
+        "backward there": group * exact + 2 * q + there, "backward back": q + 2 * k,
+    }  # fmt: skip
+
+
+def call_of(case: Case) -> Call:
+    heads, kv_heads = case.head_counts()
+    return Call(
+        case.the_pattern(), case.is_causal, samples=case.samples, heads=heads, kv_heads=kv_heads,
+        head_dim=case.head_dim, dtype=DTYPES[case.dtype], total=case.tokens,
+        cu_seqlens=shards_of(case).cu_seqlens if case.packing else (),
+    )  # fmt: skip
+
+
+def shards_of(case: Case) -> Shards:
+    return Shards.of(case.lengths(), checked_cu_seqlens(case.cu_seqlens(), case.tokens) if case.packing else ())
 
 
 def enumerated(case: Case, rank: int, exchange: str) -> list[int]:
     """Hops, bytes sent and bytes received, forward and backward."""
-    segments, kinds = shared_segments_of(case, rank), fields(case)
+    call, shards, sizes = call_of(case), shards_of(case), bytes_of(case)
+
+    def rows(views: Iterable[View]) -> int:
+        return sum(view.samples * view.segments * view.rows * view.heads for view in views)
+
     if exchange == "alltoall":
-        segments, _, *ways = dealing(segments, case.mask != "none" and group_of(case) > 1, rank)
-        forward, backward = (
-            [(f"{x}{y}", [way]) for y, way in zip(("there", "back"), ways, strict=True)] for x in ("", "backward ")
-        )
+        sent = received = 0
+        for bundle in bundles_of(call, shards, rank):
+            if bundle.target == rank:
+                received += rows(view for member, view in bundle.members.items() if member != rank)
+            else:
+                sent += rows([bundle.members[rank]])
+        steps = [(sent, received)]
+        passes = [[("there", steps), ("back", [(received, sent)])]]
+        passes.append([("backward there", steps), ("backward back", [(received, sent)])])
     else:
-        plan = traffic(segments, exchange, case.is_causal, rank)
-        forward, backward = [("blocks", plan.blocks)], [("blocks", plan.blocks), ("sums", plan.sums)]
-
-    def size(messages: dict[int, list[Part]], kind: str) -> int:
-        parts = [part for some in messages.values() for part in some]
-        return sum(part_bytes(kinds[kind], case.samples * segments[x.segment].packed_rows(x.owner)) for x in parts)
-
+        steps = [
+            tuple(rows(part.rows for some in peers.values() for part in some) for peers in step)
+            for step in steps_of(call, shards, exchange == "ring", rank)
+        ]
+        passes = [[("blocks", steps)], [("blocks", steps), ("sums", [(b, a) for a, b in steps])]]
     numbers = []
-    for steps in (forward, backward):
-        sizes = [(size(step.sends, kind), size(step.receives, kind)) for kind, some in steps for step in some]
-        numbers += [sum(any(both) for both in sizes), *(sum(both[way] for both in sizes) for way in (0, 1))]
+    for kinds in passes:
+        moved = [(sizes[kind] * sent, sizes[kind] * received) for kind, some in kinds for sent, received in some]
+        numbers += [sum(map(any, moved)), *(sum(both[way] for both in moved) for way in (0, 1))]
     return numbers
 
 
@@ -90,13 +108,23 @@ def told(cost: PlanCost, rank: int, exchange: str) -> list[int]:
     return [number for x in cost.of_rank(rank, exchange) for number in (x.hops, x.bytes_sent, x.bytes_received)]
 
 
+@pytest.mark.parametrize("name", ["union_threads", "union_packed_threads", "packed_threads"])
+def test_every_kind_and_every_union(name: str) -> None:
+    for case in cover(name):
+        check_every_rank(case)
+
+
 @few(60)
 @given(CASES)
 def test_every_rank_of_every_exchange(case: Case) -> None:
+    check_every_rank(case)
+
+
+def check_every_rank(case: Case) -> None:
     cost = case.cost()
-    for exchange in EXCHANGES:
+    for exchange in cost.exchanges:
         ranks = [told(cost, rank, exchange) for rank in range(case.ranks)]
-        assert ranks == [enumerated(case, rank, exchange) for rank in range(case.ranks)], exchange
+        assert ranks == [enumerated(case, rank, exchange) for rank in range(case.ranks)], (exchange, case)
         _, sent, received, _, back_sent, back_received = map(sum, zip(*ranks, strict=True))
         found = cost.exchanges[exchange]
         assert (sent, back_sent) == (received, back_received)
@@ -126,13 +154,13 @@ def test_many_ranks(case: Case) -> None:
 
 def computed(case: Case, exchange: str) -> list[int]:
     """(query, key) pairs by rank: whole segments head by head."""
-    found = [0] * case.ranks
+    found, call, shards = [0] * case.ranks, call_of(case), shards_of(case)
     owner_of = [rank for rank, length in enumerate(case.lengths()) for _ in range(length)]
     dealt = {
-        (segment.branch, segment.start, head): target
+        (bundle.branch, bundle.segment, head): bundle.target
         for rank in range(case.ranks)
-        for segment, target in bundles(shared_segments_of(case, rank), False)
-        for head, _ in segment.heads
+        for bundle in bundles_of(call, shards, rank)
+        for head in bundle.heads
     }
     for branch, start, head, tokens in segments(case):
         for index, token in enumerate(tokens):

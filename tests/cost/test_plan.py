@@ -32,11 +32,11 @@ def test_memory_of_a_rank() -> None:
     assert memory.saved == 3 * DilatedPattern.longnet([1], [1]).saved_bytes(251, 8, 16, num_kv_heads=2)
     assert memory.gradients == memory.q + 2 * memory.k
     assert memory.out_sums == tokens * 8 * 16 * 4
-    block, sums = tokens * 2 * 2 * 16 * 2, tokens * 2 * 2 * 16 * 4  # K and V in bfloat16, their sums in float32
-    own = tokens * (8 + 2 + 2) * 16 * 4  # dq, dk, dv of this rank's rows, all of which travel
-    allgather = own + 2 * 3 * 250 * 3 * 2 * 2 * 16 * 4
-    assert [x.sums for x in cost.exchanges.values()] == [own + 2 * sums, allgather, 0]
-    assert cost.exchanges["ring"].held == 2 * (block + sums)
+    own = tokens * (8 + 2 + 2) * 16 * 4  # dq, dk, dv of this rank's rows, all of which travel, in float32
+    other = 3 * 250  # tokens of another rank
+    block, sums, more_sums = other * 2 * 2 * 16 * 2, other * 2 * 2 * 16 * 4, tokens * 2 * 2 * 16 * 4  # of K and V
+    assert [x.sums for x in cost.exchanges.values()] == [own + 2 * sums, own + 3 * sums, 0]
+    assert cost.exchanges["ring"].held == 2 * (block + more_sums)
     assert cost.exchanges["allgather"].held >= (4 - 1) * 750 * 2 * 2 * 16 * 2
 
 

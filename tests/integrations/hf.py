@@ -47,8 +47,8 @@ def config_of(name: str = "llama", pattern: Any = PATTERN, **changes: Any) -> An
 
 
 def patterns_of(name: str) -> tuple[Pattern, ...]:
-    """One per layer, of every kind where no `DilatedCache` is in use."""
-    return (UNION if name in ("mistral", "qwen3") else PATTERN), OTHER
+    """One per layer."""
+    return (UNION if name in ("mistral", "qwen3", "gpt2") else PATTERN), OTHER
 
 
 def made(config: Any) -> Any:

@@ -13,25 +13,14 @@ from transformers import DynamicCache
 from dilated_attention.integrations.transformers import DilatedCache
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.testing import error
-from tests.integrations.hf import (
-    CLOSE,
-    OTHER,
-    PATTERN,
-    batch,
-    config_of,
-    made,
-    model_of,
-    packed,
-    refused,
-    tokens,
-)
+from tests.integrations import hf
 
 
 class Pair:
     """The same calls with a cache that keeps everything, and with ours."""
 
     def __init__(self, **given: Tensor) -> None:
-        self.model = model_of()
+        self.model = hf.model_of()
         self.caches = DynamicCache(config=self.model.config), DilatedCache(self.model.config)
         self.mask = given.pop("attention_mask", torch.ones_like(given["input_ids"]))
         self.run(given["input_ids"], self.mask)
@@ -45,7 +34,7 @@ class Pair:
         with torch.no_grad():
             wanted, got = (self.model(**given, past_key_values=cache).logits for cache in self.caches)
         counted = self.mask[:, -ids.shape[1] :].bool()
-        assert error(got[counted], wanted[counted]) < CLOSE
+        assert error(got[counted], wanted[counted]) < hf.CLOSE
         assert self.caches[0].get_seq_length() == self.caches[1].get_seq_length()
 
     def both(self, name: str, *args: Any) -> None:
@@ -61,7 +50,7 @@ def more(samples: int, count: int, seed: int = 5) -> Tensor:
     return torch.randint(1, 40, (samples, count), generator=torch.Generator().manual_seed(seed))
 
 
-PADDED = pytest.mark.parametrize("given", [batch("left"), {"input_ids": tokens()}], ids=["padded", "alike"])
+PADDED = pytest.mark.parametrize("given", [hf.batch("left"), {"input_ids": hf.tokens()}], ids=["padded", "alike"])
 
 
 @PADDED
@@ -107,7 +96,7 @@ def test_a_single_token_can_be_cropped(given: dict[str, Tensor]) -> None:
 
 
 def test_reset() -> None:
-    pair = Pair(**batch("left"))
+    pair = Pair(**hf.batch("left"))
     pair.both("reset")
     assert pair.caches[1].get_seq_length() == pair.caches[1].nbytes == 0
     pair.mask = torch.ones(2, 0, dtype=torch.int64)
@@ -117,7 +106,7 @@ def test_reset() -> None:
 
 def test_memory_is_flat_after_the_longest_segment() -> None:
     """At most the sum of w / r rows per key/value head, and the last token."""
-    model = model_of()
+    model = hf.model_of()
     cache, sizes = DilatedCache(model.config), []
     assert len(cache) == 2
     with torch.no_grad():
@@ -125,8 +114,9 @@ def test_memory_is_flat_after_the_longest_segment() -> None:
             model(more(1, 1), past_key_values=cache)
             sizes.append(cache.nbytes)
     row = 2 * 8 * 8  # k and v, of 8 numbers in float64
-    kept = [sum(-(-one.length // one.rate) * len(one.heads) for one in p.branches_for(2)) for p in (PATTERN, OTHER)]
-    assert sizes[20:] == [row * (sum(kept) + 2 * 2)] * 30
+    branches = [*hf.PATTERN.branches_for(2), *hf.OTHER.branches_for(2)]
+    kept = sum(-(-one.length // one.rate) * len(one.members) for one in branches)
+    assert sizes[20:] == [row * (kept + 2 * 2)] * 30
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] / 3
 
@@ -134,58 +124,58 @@ def test_memory_is_flat_after_the_longest_segment() -> None:
 @torch.no_grad()
 def test_a_cache_of_another_model_is_refused() -> None:
     says = r"has DilatedPattern.longnet\(.*that of the cache DilatedPattern.head_gr"
-    refused(model_of(), says, past_key_values=DilatedCache(config_of(pattern=OTHER)))
+    hf.refused(hf.model_of(), says, past_key_values=DilatedCache(hf.config_of(pattern=hf.OTHER)))
 
 
 def test_what_is_refused() -> None:
-    model = made(config_of())
-    refused(model, "no gradients", past_key_values=DilatedCache(model.config))
+    model = hf.made(hf.config_of())
+    hf.refused(model, "no gradients", past_key_values=DilatedCache(model.config))
     with torch.no_grad():
-        refused(model, "must grow by 1", **packed() | {"past_key_values": DilatedCache(model.config)})
+        hf.refused(model, "must grow by 1", **hf.packed() | {"past_key_values": DilatedCache(model.config)})
         cache = DilatedCache(model.config)
         model.set_attn_implementation("sdpa")
-        model(tokens(), past_key_values=cache)
+        model(hf.tokens(), past_key_values=cache)
         with pytest.raises(RuntimeError, match='attn_implementation="dilated" only'):
-            model(tokens()[:, :1], past_key_values=cache)
+            model(hf.tokens()[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 @torch.no_grad()
 def test_another_number_of_samples_is_refused(count: int) -> None:
     """Before anything happens: the cache goes on."""
-    pair = Pair(input_ids=tokens())
+    pair = Pair(input_ids=hf.tokens())
     says = "holds 3 samples, and this call has 1: make a new cache"
-    refused(pair.model, says, input_ids=more(1, count), past_key_values=pair.caches[1])
+    hf.refused(pair.model, says, input_ids=more(1, count), past_key_values=pair.caches[1])
     pair.run(more(3, count))
 
 
-LEFT, ONES = batch("left")["attention_mask"], torch.ones(3, 20)
+LEFT, ONES = hf.batch("left")["attention_mask"], torch.ones(3, 20)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(("then", "now"), [(LEFT, None), (ONES, LEFT)])
 @torch.no_grad()
 def test_another_mask_of_earlier_tokens_is_refused(then: Any, now: Any, count: int) -> None:
-    cache = DilatedCache(model_of().config)
-    model_of()(tokens(), attention_mask=then, past_key_values=cache)
+    cache = DilatedCache(hf.model_of().config)
+    hf.model_of()(hf.tokens(), attention_mask=then, past_key_values=cache)
     now = None if now is None else F.pad(now, (0, count), value=1)
     says = "other real tokens before this call than DilatedCache kept"
-    refused(model_of(), says, input_ids=more(3, count), attention_mask=now, past_key_values=cache)
+    hf.refused(hf.model_of(), says, input_ids=more(3, count), attention_mask=now, past_key_values=cache)
 
 
 @torch.no_grad()
 def test_a_mask_is_compared_after_a_crop() -> None:
     """Also where no token of the last chunk is left."""
-    pair = Pair(**batch("left"))
+    pair = Pair(**hf.batch("left"))
     pair.run(more(3, 4))
     pair.crop(4)
     pair.run(more(3, 1))
-    refused(pair.model, "other real tokens before", input_ids=more(3, 1), past_key_values=pair.caches[1])
+    hf.refused(pair.model, "other real tokens before", input_ids=more(3, 1), past_key_values=pair.caches[1])
 
 
 def test_a_second_attention_on_the_same_tokens_is_refused() -> None:
     """Its rows would take the place of the first one's."""
-    layer = DilatedCache(config_of()).layers[0]
+    layer = DilatedCache(hf.config_of()).layers[0]
     rows = torch.randn(1, 2, 5, 8)
     keys, values = (x.transpose(1, 2) for x in layer.update(rows, rows))
     layer.attend(keys, keys, values, Grid(5, 5), None)

@@ -168,8 +168,8 @@ def test_a_union_is_the_oracles(sizes: list[int], tmp_path: Path) -> None:
     [got] = again(TILES, COORDS, padding_mask=mask if mask.any() else None)
     got.square().sum().backward()
 
-    def oracle(_: Any, is_causal: bool, *more: Any) -> Any:
-        return reference.attention(*more[-3:], UNION, is_causal=is_causal)
+    def oracle(pattern: Any, is_causal: bool, *more: Any) -> Any:
+        return reference.attention(*more[-3:], pattern, is_causal=is_causal)
 
     with mock.patch.object(layers, "attend_whole", oracle):
         alone = [model(TILES[index, :size], COORDS[index, :size])[0] for index, size in enumerate(sizes)]

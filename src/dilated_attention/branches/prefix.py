@@ -90,7 +90,9 @@ class Global(Branch):
             yield from seen_by_all(keys, queries, is_causal)
         borders = [-1, *tokens, n]
         gaps = [range(a + 1, b) for a, b in itertools.pairwise(borders) if b > a + 1]
-        for rows in in_order(token for token in tokens if token in queries):
+        mine = in_order(token for token in tokens if token in queries)
+        singles = [[rows] if rows.step == 1 else [Rows(token, 1, 1) for token in rows.tokens] for rows in mine]
+        for rows in itertools.chain(*singles):
             for gap in gaps:
                 yield Rect(rows, Rows(gap.start, 1, len(gap))).between(high=0 if is_causal else None)
 

@@ -43,18 +43,10 @@ def parameter_groups(
 
 
 def finetuning(
-    module: nn.Module,
-    steps_per_epoch: int,
-    *,
-    epochs: int = 5,
-    warmup_epochs: int = 1,
-    base_lr: float = 0.002,
-    min_lr: float = 1e-6,
-    batch_size: int = 1,
-    accumulation: int = 32,
-    layer_decay: float = 0.95,
+    module: nn.Module, steps_per_epoch: int, *, epochs: int = 5, warmup_epochs: int = 1, base_lr: float = 0.002,
+    min_lr: float = 1e-6, batch_size: int = 1, accumulation: int = 32, layer_decay: float = 0.95,
     weight_decay: float = 0.05,
-) -> tuple[AdamW, LambdaLR]:
+) -> tuple[AdamW, LambdaLR]:  # fmt: skip
     """Makes the optimizer and the schedule of Prov-GigaPath's recipe for fine-tuning.
 
     Call ``optimizer.step()`` and ``schedule.step()`` once every ``accumulation`` batches. The highest rate is

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dilated_attention.checks import check_int
 from dilated_attention.models.transformer import Trunk
 from dilated_attention.pattern import Pattern
+from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.kv_cache import KVCache
 from dilated_attention.streaming.slots import Slot
 
@@ -28,9 +29,7 @@ class Decoder:
     def __init__(self, model: Any, tokens: Tensor, room: int) -> None:
         """``room``: of how many tokens the longest sample will be."""
         self.model, config, weight = model, model.config, model.embed.weight
-        kind = weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        like = weight.new_empty(len(tokens), 0, config.kv_heads, config.head_dim, dtype=dtype)
+        like = weight.new_empty(len(tokens), 0, config.kv_heads, config.head_dim, dtype=computed_dtype(weight))
         self.kept = [KVCache(pattern, like, room) for pattern in config.patterns]
         self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
         self.logits = torch.empty(0)  # its output
@@ -82,18 +81,10 @@ class Decoder:
 
 @torch.no_grad()
 def generate_tokens(
-    model: Trunk,
-    prompt: Tensor | Sequence[Tensor | Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | None = None,
-    generator: torch.Generator | None = None,
-    prefill: int = 32_768,
-    cuda_graph: bool | None = None,
-) -> Tensor:
+    model: Trunk, prompt: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, *, temperature: float = 0.0,
+    top_k: int | None = None, top_p: float | None = None, stop: int | None = None,
+    generator: torch.Generator | None = None, prefill: int = 32_768, cuda_graph: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Generates up to ``max_new_tokens`` tokens for each prompt.
 
     It returns the new tokens alone, (B, max_new_tokens), or fewer columns if all samples have ended. Memory does not
@@ -147,7 +138,7 @@ def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.devi
     if not prompts or any(ids.dim() != 1 or not len(ids) or ids.is_floating_point() for ids in prompts):
         wanted = "(B, n) token ids, or a list of 1-D tensors or lists, each of at least one token"
         raise ValueError(f"prompt must be {wanted}, got {prompt!r:.50}")
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
+    lengths = torch.tensor([*map(len, prompts)], device=device)
     return nn.utils.rnn.pad_sequence(prompts, batch_first=True).long(), lengths
 
 

@@ -22,12 +22,8 @@ class LongNetViT(SlideEncoder):
 
 
 def create_model(
-    pretrained: weights.File,
-    model_arch: str,
-    in_chans: int,
-    local_dir: weights.File | None = None,
-    **kwargs: Any,
-) -> LongNetViT:
+    pretrained: weights.File, model_arch: str, in_chans: int, local_dir: weights.File | None = None, **kwargs: Any,
+) -> LongNetViT:  # fmt: skip
     """Makes a released model by its name, in training mode as the released code gives it: call ``.eval()``.
 
     Args:

@@ -37,7 +37,7 @@ Over = Group | ContextParallel | None  # the ranks of which each has a shard of 
 class Sequences:
     """What the rows of x are: by default B sequences of equal length."""
 
-    bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
+    bounds: CuSeqlens | None = None  # of packed sequences, (0, ..., N); on the host
     group: Over = None
     backend: Backend = "auto"
 
@@ -57,14 +57,12 @@ def process_group(over: Over) -> dist.ProcessGroup | None:
 
 
 def attend_whole(
-    pattern: Pattern, is_causal: bool, group: Over, cu_seqlens: CuSeqlens | None, padding: Tensor | None,
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pattern: Pattern, is_causal: bool, rows: Sequences, padding: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
-    return functional.attend(  # short ones have fewer tokens than heads: nobody is to be warned of it
-        Inputs(q, k, v, padding), Options(pattern, is_causal, enable_gqa=True, backend=backend), Ranks.of(group),
-        cu_seqlens, warns=False,
-    )  # fmt: skip
+    inputs, options = Inputs(q, k, v, padding), Options(pattern, is_causal, enable_gqa=True, backend=rows.backend)
+    # short ones have fewer tokens than heads: nobody is to be warned of it
+    return functional.attend(inputs, options, Ranks.of(rows.group), rows.bounds, warns=False)
 
 
 def mean_of(x: Tensor, padding: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -138,8 +136,8 @@ class SelfAttention(nn.Module):
         return (q, k, v) if self.xpos is None else (*self.xpos(q, k), v)
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
-        given = self.pattern, self.is_causal, rows.group, rows.bounds, None, rows.backend
-        out, _ = attend_whole(*given, *self.project(x))  # q, k and v are gone before the next rows are made
+        # q, k and v are gone before the next rows are made
+        out, _ = attend_whole(self.pattern, self.is_causal, rows, None, *self.project(x))
         return self.out_proj(self.inner_attn_ln(out.flatten(2)))  # type: ignore[no-any-return]
 
 
@@ -198,5 +196,5 @@ def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
         kept = kept / (1 - p)
     if rows.bounds is not None:
         sizes = torch.tensor(rows.bounds, device=x.device).diff()
-        kept = kept.view(1, -1, 1).repeat_interleave(sizes, dim=1, output_size=rows.bounds[-1])
+        kept = kept.view(1, -1, 1).repeat_interleave(sizes, dim=1, output_size=x.shape[1])
     return x * kept

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.models import generate
-from dilated_attention.models.layers import CuSeqlens, Over, attend_whole, mean_of, process_group
+from dilated_attention.models.layers import CuSeqlens, Over, Sequences, attend_whole, mean_of, process_group
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.resolve import cu_seqlens_on_host
@@ -48,16 +48,10 @@ class LongNetLM(Trunk):
             nn.init.normal_(self.head.weight, std=config.dim**-0.5)
 
     def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        cu_seqlens: CuSeqlens | None = None,
-        group: Over = None,
-        chunk: int = 8192,
+        self, tokens: Tensor, labels: Tensor | None = None, *, positions: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None, group: Over = None, chunk: int = 8192,
         reduction: Literal["none", "sum"] = "none",
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Returns logits (B, n, vocab_size), or with labels the loss of each token, (B, n), or their sum.
 
         With labels, logits are computed some tokens at a time, to save memory.
@@ -100,14 +94,9 @@ class LongNetEncoder(Trunk):
     """
 
     def forward(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cu_seqlens: CuSeqlens | None = None,
-        group: Over = None,
-    ) -> Tensor:
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, positions: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None, group: Over = None,
+    ) -> Tensor:  # fmt: skip
         """Returns the state of each token, (B, n, E).
 
         ``key_padding_mask``: (B, n) bool, True = ignore. Pad on the right: the pattern begins at the first column. The
@@ -134,7 +123,7 @@ def states_of(
     with functional.telling(group, tokens):
         ends = None if documents is None else cu_seqlens_on_host(documents)  # on the host, where every layer reads them
         positions = _positions(tokens, positions, ends, group)
-    given = is_causal, group, ends, padding, model.backend
+    given = is_causal, Sequences(ends, group, model.backend), padding
     return model.states(
         tokens, positions, [partial(attend_whole, pattern, *given) for pattern in model.config.patterns]
     )
@@ -142,9 +131,7 @@ def states_of(
 
 def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over) -> Tensor:
     """Those given, or those of whole sequences or documents."""
-    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
-        raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
-    samples, n = tokens.shape[:2]
+    samples, n = checked_tokens(tokens).shape[:2]
     if positions is not None:
         if positions.shape not in ((n,), (samples, n)):
             raise ValueError(f"positions must be ({n},) or ({samples}, {n}), got {tuple(positions.shape)}")
@@ -156,6 +143,12 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
         return torch.arange(n, device=tokens.device)
     checked_cu_seqlens(documents, n)
     return document_positions(documents, tokens.device)
+
+
+def checked_tokens(tokens: Tensor) -> Tensor:
+    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
+        raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
+    return tokens
 
 
 def document_positions(cu_seqlens: CuSeqlens, device: torch.device | str | None = None) -> Tensor:

@@ -61,23 +61,11 @@ class SlideEncoder(nn.Module):
     takes_half_coords = False
 
     def __init__(
-        self,
-        in_chans: int = 1536,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        slide_ngrids: int = 1000,
-        tile_size: int = 256,
-        max_wsi_size: int = 262144,
-        dropout: float = 0.25,
-        drop_path_rate: float = 0.1,
-        *,
-        global_pool: bool,
-        checkpoint_activations: bool = False,
-        pattern: Pattern | None = None,
-        backend: Backend = "auto",
-    ) -> None:
+        self, in_chans: int = 1536, embed_dim: int = 768, depth: int = 12, num_heads: int = 16, mlp_ratio: float = 4.0,
+        slide_ngrids: int = 1000, tile_size: int = 256, max_wsi_size: int = 262144, dropout: float = 0.25,
+        drop_path_rate: float = 0.1, *, global_pool: bool, checkpoint_activations: bool = False,
+        pattern: Pattern | None = None, backend: Backend = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
         if check_int("embed_dim", embed_dim) % 4:
             raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
@@ -133,16 +121,9 @@ class SlideEncoder(nn.Module):
         return weights.load(make, state, said).eval()
 
     def forward(
-        self,
-        tiles: Tensor,
-        coords: Tensor,
-        all_layer_embed: bool = False,
-        *,
-        padding_mask: Tensor | None = None,
-        tile_size: TileSize | None = None,
-        per_tile: bool = False,
-        group: Over = None,
-    ) -> list[Tensor]:
+        self, tiles: Tensor, coords: Tensor, all_layer_embed: bool = False, *, padding_mask: Tensor | None = None,
+        tile_size: TileSize | None = None, per_tile: bool = False, group: Over = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Returns a list of embeddings, each (B, embed_dim); by default one, as the released code gives it.
 
         Args:
@@ -165,15 +146,9 @@ class SlideEncoder(nn.Module):
 
     @torch.no_grad()
     def attention_map(
-        self,
-        tiles: Tensor,
-        coords: Tensor,
-        query: explain.Query = "cls",
-        layer: int | None = -1,
-        head: int | None = None,
-        *,
-        tile_size: TileSize | None = None,
-    ) -> explain.AttentionMap:
+        self, tiles: Tensor, coords: Tensor, query: explain.Query = "cls", layer: int | None = -1,
+        head: int | None = None, *, tile_size: TileSize | None = None,
+    ) -> explain.AttentionMap:  # fmt: skip
         """Computes the exact attention weights of one query over all tiles of a slide, in time and memory linear in L.
 
         ``query``: "cls" or the index of a tile. ``layer`` and ``head`` count from 0, or from the end; None: all, in a

@@ -38,16 +38,9 @@ class LongNet(nn.Module):
     is_causal = False
 
     def __init__(
-        self,
-        state: weights.State,
-        num_heads: int,
-        pattern: Pattern,
-        *,
-        scale_embedding: bool = False,
-        dropout: float = 0.0,
-        drop_path_rate: float = 0.0,
-        backend: Backend = "auto",
-    ) -> None:
+        self, state: weights.State, num_heads: int, pattern: Pattern, *, scale_embedding: bool = False,
+        dropout: float = 0.0, drop_path_rate: float = 0.0, backend: Backend = "auto",
+    ) -> None:  # fmt: skip
         """Makes the parts that ``state`` has weights for. `from_torchscale` also loads them."""
         super().__init__()
         ffn_dim, embed_dim = state["layers.0.ffn.fc1.weight"].shape
@@ -69,14 +62,9 @@ class LongNet(nn.Module):
 
     @classmethod
     def from_torchscale(
-        cls,
-        source: weights.Source,
-        *,
-        num_heads: int,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
+        cls, source: weights.Source, *, num_heads: int, segment_lengths: Iterable[int], dilation_rates: Iterable[int],
         **options: Any,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Loads the model of a state dict, or of a .safetensors or .pth file, in eval mode.
 
         ``num_heads``, ``segment_lengths`` and ``dilation_rates`` are those of torchscale's config. ``options``:

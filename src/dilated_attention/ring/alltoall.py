@@ -1,27 +1,122 @@
 """Whole segments for some of the heads: rows go to the ranks that compute them, and results come back.
 
-Where a segment lies on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal
-too, and no sum over ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
+For patterns whose branches are all dilated, where queries and keys of a segment are the same rows. Where a segment lies
+on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal too, and no sum over
+ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
-Legend as in `blockwise` and `packing`; L rows of one head in a whole segment, of which each member holds some.
+Legend as in `blockwise` and `messages`; L rows of one head in a whole segment, of which each member holds some.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.blocks import Block, SegmentHeads, View
+from dilated_attention.blocks import Block, View, head_runs
+from dilated_attention.branches import Dilated
+from dilated_attention.branches.base import Rows, rows_at
+from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import add_zero_keys_, merge_
-from dilated_attention.pattern import rows_at_offset, zeros_beside
-from dilated_attention.ring.packing import Fields
+from dilated_attention.pattern import Pattern, zeros_beside
+from dilated_attention.ring.messages import Fields, Shape, message_bytes, pack, shape_of, unpack
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
-from dilated_attention.ring.routes import Part, Step, dealing
+from dilated_attention.ring.shards import Shards
+
+
+class Bundle(NamedTuple):
+    """Some heads of a segment that lies on several ranks, which one of them computes."""
+
+    branch: int
+    step: int  # tokens from one row to the next
+    segment: int  # where it begins
+    heads: tuple[int, ...]
+    at: tuple[int, ...]  # the first row of each head
+    zeros: int
+    members: dict[int, View]  # the rows of each rank that holds some, in its tensors
+    target: int  # computes it
+
+    def block(self, queries: View, keys: View) -> Block:
+        return Block(
+            self.branch, self.step, self.step, queries, keys, None, None, self.at, self.at, self.segment,
+            numbers=self.heads, zeros=self.zeros,
+        )  # fmt: skip
+
+
+def can_deal(pattern: Pattern) -> bool:
+    """Whether segments can be computed whole: queries and keys are the same rows, and no branch knows of another."""
+    return pattern.counts == "sum" and all(isinstance(branch, Dilated) for branch in pattern.listed)  # rules list none
+
+
+@functools.lru_cache(maxsize=256)
+def bundles_of(call: Call, shards: Shards, rank: int) -> tuple[Bundle, ...]:
+    """Those that a rank is a member of, in an order that all members share."""
+    (first, stop), found = shards.of_rank(rank), []
+    for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
+        assert isinstance(branch, Dilated)
+        tokens = (first, stop - 1) if first < stop else ()  # segments of other tokens lie inside of the shard
+        for start in sorted({segment_at(shards, token, branch.length)[0] for token in tokens}):
+            found += [bundle for bundle in bundles_at(call, shards, index, start) if rank in bundle.members]
+    return tuple(found)
+
+
+def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
+    """Where the segment of a token begins and ends."""
+    begin, end = shards.sequence(token)
+    start = token - (token - begin) % length
+    return start, min(start + length, end)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def bundles_at(call: Call, shards: Shards, index: int, token: int) -> list[Bundle]:
+    """The heads of a branch's segment that several ranks have rows of, shared evenly by these ranks."""
+    branch = call.pattern.branches_for(call.held.total)[index]
+    assert isinstance(branch, Dilated)
+    start, stop = segment_at(shards, token, branch.length)
+    found: list[Bundle] = []
+    ranks = shards.holders(start, stop)
+    by_offset: dict[int, dict[int, Rows]] = {}  # the rows of each rank that holds some
+    rows: dict[int, dict[int, Rows]] = {}  # the same by head
+    together: dict[tuple[int, ...], list[int]] = {}  # heads by the ranks that hold rows of them
+    for head, offset in call.placed(index):
+        if offset not in by_offset:
+            whole = rows_at(start + offset, branch.rate, start + offset, stop)
+            pieces = {rank: whole.inside(*shards.of_rank(rank)) for rank in ranks}
+            by_offset[offset] = {rank: piece for rank, piece in pieces.items() if piece.length}
+        rows[head] = by_offset[offset]
+        together.setdefault(tuple(rows[head]), []).append(head)
+    for members, heads in together.items():
+        for place, target in enumerate(members if len(members) > 1 else ()):
+            turn = (place - index) % len(members)  # where heads are few, others in each branch
+            some = [heads[at] for at in share(len(heads), len(members), turn)]
+            placed = [(head, *(piece.start for piece in rows[head].values())) for head in some]
+            counts = {head: tuple(piece.length for piece in rows[head].values()) for head in some}
+            for run in head_runs(placed, counts.__getitem__, call.q_per_kv):
+                head, *firsts = run.first
+                views = {
+                    rank: View(
+                        0, call.samples, at - shards.starts[rank], 1, 0, count, branch.rate, head, run.heads,
+                        run.steps[0], step,
+                    )
+                    for rank, at, count, step in zip(members, firsts, counts[head], run.steps[1:], strict=True)
+                }  # fmt: skip
+                begin, end = shards.sequence(token)
+                zeros = zeros_beside(branch, sum(counts[head]), end - begin) if call.adds_zeros else 0
+                numbers = tuple(head + i * run.steps[0] for i in range(run.heads))
+                at = tuple(firsts[0] + i * run.steps[1] for i in range(run.heads))
+                found.append(Bundle(index, branch.rate, start, numbers, at, zeros, views, target))
+    return found
+
+
+def share(items: int, parts: int, index: int) -> range:
+    """Which of so many items the index-th of so many parts gets: as even as can be, none where items are few."""
+    return range(items * index // parts, items * (index + 1) // parts)
 
 
 class AllToAll(ParallelCall):
@@ -29,32 +124,37 @@ class AllToAll(ParallelCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # kernels that group heads want one padding for all of them
-        apart = self.call.has_padding and self.q_per_kv > 1
-        self.segments, self.mine, self.outward, self.homeward = dealing(self.segments, apart, self.rank)
-
-    def computed_remotely(self) -> SegmentHeads:
-        return frozenset(
-            (segment.branch, segment.start, head) for segment in self.segments for head, _ in segment.heads
+        call = self.call._replace(start=0, queries=0, key_start=0, keys=0)
+        self.bundles = bundles_of(call, self.shards, self.rank) if call.samples else ()
+        self.computed_remotely = frozenset(
+            (bundle.branch, bundle.segment, head) for bundle in self.bundles for head in bundle.heads
         )
+        self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
+        self.rows_there: Peers = {}  # that others compute, by who does;
+        self.rows_here: Peers = {}  # and those of others that this rank computes
+        for bundle in self.bundles:
+            if bundle.target != self.rank:
+                self.rows_there.setdefault(bundle.target, []).append((bundle, self.rank))
+        for bundle in self.mine:
+            for member in bundle.members:
+                if member != self.rank:
+                    self.rows_here.setdefault(member, []).append((bundle, member))
 
     def forward(self, work: Work) -> tuple[Tensor, Tensor]:
-        segments = self.there("forward", self.fields.inputs, own_tensors(work))
-        next(segments)
+        fields, own = self.fields.inputs, own_tensors(work)
+        pending = self.send("forward", fields, own)
         out, lse = work.forward()
         results = []
-        for index, segment in zip(self.mine, segments, strict=True):
-            results.append(self.compute(work, index, Inputs(*segment)))
-            self.kept += segment if self.keeps else []
-        for index, (part_lse, part) in enumerate(self.back("forward", self.fields.results, results)):
-            for block in self.blocks(Part(index, self.rank), self.q_per_kv):
-                assert block.packed_queries is not None
-                here, here_lse = block.packed_queries.of(part), block.packed_queries.of(part_lse)
-                log_zeros = work.log_zero_keys(block)
-                if log_zeros is not None:
-                    here, here_lse = here.to(here_lse.dtype, copy=True), here_lse.clone()
-                    add_zero_keys_(here, here_lse, log_zeros)
-                merge_(block.queries.of(out, self.q_per_kv), block.queries.of(lse, self.q_per_kv), here, here_lse)
+        for bundle, tensors in self.wholes(pending, fields, own):
+            results.append(self.compute(work, bundle, Inputs(*tensors)))
+            self.kept += tensors if self.keeps else []
+        for bundle, (part_lse, part) in self.back("forward", self.fields.results, results):
+            rows = bundle.members[self.rank]
+            log_zeros = work.log_zero_keys(bundle.block(rows, rows))
+            if log_zeros is not None:
+                part, part_lse = part.to(part_lse.dtype, copy=True), part_lse.clone()
+                add_zero_keys_(part, part_lse, log_zeros)
+            merge_(rows.of(out, self.q_per_kv), rows.of(lse, self.q_per_kv), part, part_lse)
         return out, lse
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
@@ -66,102 +166,92 @@ class AllToAll(ParallelCall):
         self.kept = []
         if not self.keeps:
             tensors, fields = [*tensors, *own_tensors(work)], (*fields, *self.fields.inputs)
-        segments = self.there("backward", fields, tensors)
-        next(segments)
+        pending = self.send("backward", fields, tensors)
         grads = work.backward(results)
         computed = []
-        for index, segment in zip(self.mine, segments, strict=True):
-            *dlse, lse, dout, out = segment[:of_rows]
-            sources = Inputs(*(segment[of_rows:] or [next(kept) for _ in self.fields.inputs]))
+        for bundle, whole in self.wholes(pending, fields, tensors):
+            *dlse, lse, dout, out = whole[:of_rows]
+            sources = Inputs(*(whole[of_rows:] or [next(kept) for _ in self.fields.inputs]))
             if self.keeps and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
-            computed.append(self.compute(work, index, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
-        for index, packed in enumerate(self.back("backward", self.fields.gradients, computed)):
-            self.add(grads, index, packed)
+            computed.append(self.compute(work, bundle, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
+        for bundle, parts in self.back("backward", self.fields.gradients, computed):
+            for grad, x, group in zip(grads, parts, (self.q_per_kv, 1, 1), strict=True):
+                bundle.members[self.rank].of(grad, group).add_(x)
         return grads
 
-    def compute(self, work: Work, index: int, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
-        """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients, as they go home."""
-        segment, (samples, rows) = self.segments[index], sources.q.shape[:2]
-        heads = len(segment.heads)
+    def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
+        """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
+        (samples, rows), heads = sources.q.shape[:2], len(bundle.heads)
         view = View(0, samples, 0, 1, rows, rows, 1, 0, heads, 1, 0)
-        at = tuple(segment.start + offset for _, offset in segment.heads)
-        numbers = tuple(head for head, _ in segment.heads)
-        whole = Block(
-            segment.branch,
-            segment.dilation,
-            segment.dilation,
-            view,
-            view,
-            None,
-            0 if self.call.is_causal else None,
-            at,
-            at,
-            segment.start,
-            numbers=numbers,
-        )
+        whole = bundle.block(view, view)._replace(high=0 if self.call.is_causal else None)
         found: list[Tensor] = []
         for block, parts in work.each([whole], sources, results):
-            if block == whole:
-                found = list(parts)
-                continue
             if not found:
                 sizes = [(samples, rows, heads * part.shape[2] // block.heads, *part.shape[3:]) for part in parts]
                 found = [part.new_empty(size) for part, size in zip(parts, sizes, strict=True)]
             for x, part in zip(found, parts, strict=True):
                 block.queries.of(x, part.shape[2] // block.heads).copy_(part)
-        dtype = work.q.dtype
-        return [found[1], found[0].to(dtype)] if results is None else [x.to(dtype) for x in found]
+        return found if results is not None else [found[1], found[0]]
 
-    def blocks(self, part: Part, q_per_kv: int, zeros: tuple[int, ...] = ()) -> tuple[Block, ...]:
-        """With zero keys: a segment is computed whole, but without them."""
-        segment, call = self.segments[part.segment], self.call
-        branch, tokens = call.dilated.branches_for(call.held.total)[segment.branch], segment.stop - segment.start
-        if call.adds_zeros:
-            rows = (rows_at_offset(tokens, segment.dilation, offset) for _, offset in segment.heads)
-            zeros = tuple(zeros_beside(branch, count, segment.sequence) for count in rows)
-        return super().blocks(part, q_per_kv, zeros)
+    # --- rows to whoever computes them, and results back ------------------------------------------------------------
 
-    # --- rows to whoever computes them, and results back --------------------------------------------------------
+    def send(self, direction: str, fields: Fields, tensors: Sequence[Tensor]) -> Pending | None:
+        """This rank's rows are on their way."""
+        sends = {
+            target: pack(
+                [own_rows(bundle.members[rank], fields, tensors) for bundle, rank in some], shapes_of(some), fields
+            )
+            for target, some in self.rows_there.items()
+        }
+        return self.post(f"hop 1 of the {direction} alltoall", sends, sizes_of(self.rows_here, fields))
 
-    def there(self, direction: str, fields: Fields, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """First nothing: this rank's rows are on their way. Then each whole segment that it computes: for each field
-        (B, L, heads of the segment, ...)."""
-        parts = {Part(index, self.rank): self.packed(index, fields, tensors) for index in range(len(self.segments))}
-        pending = self.post(f"hop 1 of the {direction} alltoall", self.outward, parts, fields)
-        yield []
-        parts |= self.arrived(pending, self.outward, fields)
-        for index in self.mine:
-            members = [Part(index, member) for member in self.segments[index].members]
-            pieces = [self.by_head(part, parts[part], fields) for part in members]
-            yield [torch.cat(some, 2).movedim(0, 2) for some in zip(*pieces, strict=True)]
+    def wholes(
+        self, pending: Pending | None, fields: Fields, tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
+        """Each segment that is computed here: for each field (B, L, heads of the bundle, ...)."""
+        came = self.came(pending, self.rows_here, fields)
+        for bundle in self.mine:
+            pieces = [
+                own_rows(view, fields, tensors) if member == self.rank else next(came[member])
+                for member, view in bundle.members.items()
+            ]
+            yield bundle, [torch.cat(some, 1) for some in zip(*pieces, strict=True)]
 
-    def back(self, direction: str, fields: Fields, results: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Results (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
-        parts: dict[Part, Tensor] = {}
-        for index, tensors in zip(self.mine, results, strict=True):
-            at = 0
-            for member in self.segments[index].members:
-                part = Part(index, member)
-                parts[part] = self.empty(part, fields)
-                places = self.by_head(part, parts[part], fields)
-                for place, x in zip(places, tensors, strict=True):
-                    place.copy_(x.movedim(2, 0).narrow(2, at, place.shape[2]))
-                at += places[0].shape[2]
-        pending = self.post(f"hop 2 of the {direction} alltoall", self.homeward, parts, fields)
-        parts |= self.arrived(pending, self.homeward, fields)
-        mine = [Part(index, self.rank) for index in range(len(self.segments))]
-        return [self.unpacked(part, parts[part], fields) for part in mine]
+    def back(
+        self, direction: str, fields: Fields, results: Sequence[Sequence[Tensor]]
+    ) -> Iterator[tuple[Bundle, Sequence[Tensor]]]:
+        """Results (B, L, heads, ...) of the segments computed here go to their rows; then those of this rank's rows."""
+        sends: dict[int, list[Sequence[Tensor]]] = {member: [] for member in [*self.rows_here, self.rank]}
+        for bundle, tensors in zip(self.mine, results, strict=True):
+            counts = [view.rows for view in bundle.members.values()]
+            pieces = (torch.split(x, counts, 1) for x in tensors)
+            for member, parts in zip(bundle.members, zip(*pieces, strict=True), strict=True):
+                sends[member].append(parts)
+        here = iter(sends.pop(self.rank))
+        messages = {member: pack(parts, shapes_of(self.rows_here[member]), fields) for member, parts in sends.items()}
+        pending = self.post(f"hop 2 of the {direction} alltoall", messages, sizes_of(self.rows_there, fields))
+        came = self.came(pending, self.rows_there, fields)
+        for bundle in self.bundles:
+            yield bundle, next(here if bundle.target == self.rank else came[bundle.target])
 
-    def arrived(self, pending: Pending, step: Step, fields: Fields) -> dict[Part, Tensor]:
-        messages = pending.wait()
+    def came(self, pending: Pending | None, peers: Peers, fields: Fields) -> dict[int, Iterator[Sequence[Tensor]]]:
+        """The parts from each rank, in order."""
+        messages = {} if pending is None else pending.wait()
         self.transport.release(messages)
-        return dict(self.parts(messages, step, fields))
+        return {peer: iter(unpack(messages[peer], shapes_of(some), fields)) for peer, some in peers.items()}
 
-    def by_head(self, part: Part, packed: Tensor, fields: Fields) -> list[Tensor]:
-        """A member's rows of each field as (heads, B, rows, ...)."""
-        heads = len(self.segments[part.segment].heads)
-        return [
-            x.view(heads * field.heads, self.samples, -1, *field.sizes)
-            for x, field in zip(self.unpacked(part, packed, fields), fields, strict=True)
-        ]
+
+Peers = dict[int, list[tuple[Bundle, int]]]  # by the other rank: bundles, and whose rows of them
+
+
+def own_rows(view: View, fields: Fields, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [view.of(x, field.heads) for x, field in zip(tensors, fields, strict=True)]
+
+
+def shapes_of(some: list[tuple[Bundle, int]]) -> list[Shape]:
+    return [shape_of(bundle.members[rank]) for bundle, rank in some]
+
+
+def sizes_of(peers: Peers, fields: Fields) -> dict[int, int]:
+    return {peer: message_bytes(shapes_of(some), fields) for peer, some in peers.items()}

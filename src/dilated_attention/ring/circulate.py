@@ -1,128 +1,172 @@
-"""Keys and values of other ranks: blocks of rows that come and go while this rank computes, forward and backward.
+"""Keys and values of other ranks come to this rank's queries while it computes, forward and backward.
 
-One loop for `ring` and `allgather`, which differ in their routes only. In step t a rank computes with what arrived,
-while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
-far, in float32, which the last user sends home.
-
-Legend as in `blockwise` and `packing`.
+`away` says which rows a rank's queries need of another one's: the reader and the owner make the same list. They go
+straight from the owner to the reader. On a ring step t is with the ranks t places before and after; in an all-gather
+one step is with all. While a rank computes with what arrived, the next step is on its way. In the backward pass the
+gradients of these rows go straight home, in float32.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.blocks import Away, View, away
+from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
+from dilated_attention.ring.messages import Fields, Shape, message_bytes, pack, shape_of, unpack
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
-from dilated_attention.ring.routes import Part, traffic
+from dilated_attention.ring.shards import Shards
+
+
+class Step(NamedTuple):
+    """What one step is about, by the other rank."""
+
+    readers: dict[int, tuple[Away, ...]]  # this rank's rows that each of them needs
+    owners: dict[int, tuple[Away, ...]]  # their rows that this rank needs
+
+
+@functools.lru_cache(maxsize=256)
+def steps_of(call: Call, shards: Shards, is_ring: bool, rank: int) -> tuple[Step, ...]:
+    """All steps of a rank. Steps without messages are there too: all ranks count alike."""
+
+    def needs(reader: int, owner: int) -> tuple[Away, ...]:
+        (start, stop), (first, last) = shards.of_rank(reader), shards.of_rank(owner)
+        return away(call._replace(start=start, queries=stop - start, key_start=0, keys=0), first, last - first)
+
+    size, found = shards.ranks, []
+    for places in [(place,) for place in range(1, size)] if is_ring else [range(1, size)]:
+        readers = {(rank + place) % size: needs((rank + place) % size, rank) for place in places}
+        owners = {(rank - place) % size: needs(rank, (rank - place) % size) for place in places}
+        found.append(Step(*({peer: some for peer, some in both.items() if some} for both in (readers, owners))))
+    return tuple(found)
+
+
+Totals = dict[View, Tensor]  # sums in float32 of a tensor's rows
 
 
 class Circulation(ParallelCall):
-    """Keys and values of other ranks come to this rank's queries."""
+    """Rows of K and V go to the ranks whose queries see them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.traffic = traffic(self.segments, self.name, self.call.is_causal, self.rank)
+        self.steps = steps_of(self.call, self.shards, self.name == "ring", self.rank)
+        self.keys_follow = any(step.owners for step in self.steps)
 
     def forward(self, work: Work) -> tuple[Tensor, Tensor]:
-        steps = self.arriving("forward", work)
-        next(steps)
+        arriving = self.arriving("forward", work)
+        next(arriving)
         out, lse = work.forward()
-        for parts in steps:
-            for part in sorted(parts):
-                blocks, sources = self.blocks(part, self.q_per_kv), self.sources(work, part, parts[part])
-                for block, (seen, seen_lse) in work.each(blocks, sources):
-                    merge_(block.queries.of(out, self.q_per_kv), block.queries.of(lse, self.q_per_kv), seen, seen_lse)
+        for step, messages in zip(self.steps, arriving, strict=True):
+            for owner, message in messages.items():
+                parts = step.owners[owner]
+                for part, tensors in zip(parts, unpack(message, shapes_of(parts), self.fields.blocks), strict=True):
+                    for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors)):
+                        here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
+                        merge_(here, here_lse, seen, seen_lse)
         return out, lse
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
-        """What other ranks' rows add is summed in float32 for each segment, and added once: like one more branch."""
-        steps = self.replay() if self.keeps else self.arriving("backward", work)
-        next(steps)
+        """What others' rows add to dq, and what other ranks add to dk and dv, is summed in float32 and added once."""
+        arriving = self.replay() if self.keeps else self.arriving("backward", work)
+        next(arriving)
         grads = work.backward(results)
-        mine, fields = [Part(index, self.rank) for index in range(len(self.segments))], self.fields.totals
-        totals = [self.unpacked(part, self.empty(part, fields).zero_(), fields) for part in mine]
-        pending: Pending | None = None
-        for number, parts in enumerate(steps):
+        totals: tuple[Totals, Totals, Totals] = {}, {}, {}
+        before: tuple[Step, Pending | None] = Step({}, {}), None
+        for number, (step, messages) in enumerate(zip(self.steps, arriving, strict=True), 1):
             sums = {
-                part: self.gradients(work, results, part, parts[part], totals[part.segment][0])
-                for part in sorted(parts)
+                owner: self.gradients(work, results, step.owners[owner], message, totals[0])
+                for owner, message in messages.items()
             }
-            if pending is not None:
-                self.take_sums(number - 1, pending, totals, sums)
-            hop = f"hop {number + 1} of the gradients' {self.name}"
-            # the sums of the blocks of this step go on, or home
-            pending = self.post(hop, self.traffic.sums[number], sums, self.fields.sums)
-            sums.clear()
-        if pending is not None:
-            self.take_sums(-1, pending, totals, {})
-        for index, packed in enumerate(totals):
-            self.add(grads, index, packed)
+            self.take_sums(*before, totals)
+            pending = self.post(
+                f"hop {number} of the gradients' {self.name}", sums, sizes_of(step.readers, self.fields.sums)
+            )
+            before = step, pending
+        self.take_sums(*before, totals)
+        for grad, some, group in zip(grads, totals, (self.q_per_kv, 1, 1), strict=True):
+            for rows, total in some.items():
+                rows.of(grad, group).add_(total)
         return grads
 
-    # --- blocks -------------------------------------------------------------------------------------------------
+    # --- rows of K and V --------------------------------------------------------------------------------------------
 
-    def arriving(self, direction: str, work: Work) -> Iterator[dict[Part, Tensor]]:
-        """First nothing: the first step is on its way. Then the parts of each step, with the next one on its way."""
-        steps, fields, own = self.traffic.blocks, self.fields.blocks, own_tensors(work)[1:]
-        wanted = {part for step in steps[:1] for some in step.sends.values() for part in some}
-        parts = {part: self.packed(part.segment, fields, own) for part in sorted(wanted)}
+    def arriving(self, direction: str, work: Work) -> Iterator[dict[int, Tensor]]:
+        """First nothing: the first step is on its way. Then what came in each step, with the next one on its way."""
+        own, fields = own_tensors(work)[1:], self.fields.blocks
 
         def post(number: int) -> Pending | None:
-            name = f"hop {number + 1} of the {direction} {self.name}"
-            return self.post(name, steps[number], parts, fields) if number < len(steps) else None
+            readers, owners = self.steps[number] if number < len(self.steps) else Step({}, {})
+            packed: dict[tuple[View, ...], Tensor] = {}  # equal messages are packed once
+            sends = {}
+            for reader, parts in readers.items():
+                rows = tuple(part.rows for part in parts)
+                if rows not in packed:
+                    packed[rows] = pack([[view.of(x) for x in own] for view in rows], shapes_of(parts), fields)
+                sends[reader] = packed[rows]
+            return self.post(f"hop {number + 1} of the {direction} {self.name}", sends, sizes_of(owners, fields))
 
         pending = post(0)
         yield {}
-        passed_on: dict[int, Tensor] = {}
-        for number, step in enumerate(steps):
-            assert pending is not None
-            messages = pending.wait()
-            self.transport.release(passed_on)  # what came a step ago has now been sent on
-            passed_on = messages
-            self.kept += [messages[peer] for peer in sorted(messages) if self.keeps]
-            parts = dict(self.parts(messages, step, fields))
+        for number in range(len(self.steps)):
+            messages = {} if pending is None else pending.wait()
+            self.kept += [messages[owner] for owner in sorted(messages) if self.keeps]
             pending = post(number + 1)
             with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {number + 1}"):
-                yield parts
-        self.transport.release(passed_on)
+                yield messages
+            self.transport.release(messages)
 
-    def replay(self) -> Iterator[dict[Part, Tensor]]:
+    def replay(self) -> Iterator[dict[int, Tensor]]:
         """As `arriving`, with the messages that were kept."""
         waiting, self.kept = iter(self.kept), []
         yield {}
-        for step in self.traffic.blocks:
-            messages = {peer: next(waiting) for peer in sorted(step.receives)}
-            yield dict(self.parts(messages, step, self.fields.blocks))
+        for step in self.steps:
+            yield {owner: next(waiting) for owner in sorted(step.owners)}
 
-    def sources(self, work: Work, part: Part, packed: Tensor) -> Inputs:
-        return Inputs(work.q, *self.unpacked(part, packed, self.fields.blocks))
+    # --- sums of their gradients ------------------------------------------------------------------------------------
 
-    # --- sums of their gradients --------------------------------------------------------------------------------
-
-    def gradients(self, work: Work, results: Outputs, part: Part, packed: Tensor, dq: Tensor) -> Tensor:
-        """Add to the segment's dq, packed; give the part's dK and dV, packed."""
-        sums = self.empty(part, self.fields.sums)
-        dk_all, dv_all = self.unpacked(part, sums, self.fields.sums)
-        blocks, sources = self.blocks(part, self.q_per_kv), self.sources(work, part, packed)
-        for block, (dq_here, dk, dv) in work.each(blocks, sources, results):
-            assert block.packed_queries is not None
-            block.packed_queries.of(dq).add_(dq_here)
-            block.keys.of(dk_all).copy_(dk)
-            block.keys.of(dv_all).copy_(dv)
+    def gradients(
+        self, work: Work, results: Outputs, parts: tuple[Away, ...], message: Tensor, totals: Totals
+    ) -> Tensor:
+        """dK and dV of an owner's parts as a message to it; adds what they give to dq to the totals."""
+        shapes, fields = shapes_of(parts), self.fields.sums
+        sums = torch.zeros(message_bytes(shapes, fields), dtype=torch.uint8, device=message.device)
+        arrived, made = unpack(message, shapes, self.fields.blocks), unpack(sums, shapes, fields)
+        for part, tensors, (dk_all, dv_all) in zip(parts, arrived, made, strict=True):
+            for whole in part.blocks:
+                rows = whole.queries
+                if rows not in totals:
+                    samples, count, heads = shape_of(rows)
+                    size = samples, count, heads * self.q_per_kv, work.q.shape[3]
+                    totals[rows] = work.q.new_zeros(size, dtype=self.call.sum_dtype)
+                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results):
+                    block.queries.within(rows).of(totals[rows], self.q_per_kv).add_(dq)
+                    block.keys.of(dk_all).add_(dk)
+                    block.keys.of(dv_all).add_(dv)
         return sums
 
-    def take_sums(self, number: int, pending: Pending, totals: list[list[Tensor]], sums: dict[Part, Tensor]) -> None:
-        """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
-        messages, fields = pending.wait(), self.fields.sums
-        for part, packed in self.parts(messages, self.traffic.sums[number], fields):
-            is_home = part.owner == self.rank
-            before = totals[part.segment][1:] if is_home else self.unpacked(part, sums[part], fields)
-            for total, more in zip(before, self.unpacked(part, packed, fields), strict=True):
-                total.add_(more)
+    def take_sums(self, step: Step, pending: Pending | None, totals: tuple[Totals, Totals, Totals]) -> None:
+        """Add what readers send home: readers of the same rows to one sum."""
+        messages = {} if pending is None else pending.wait()
+        for reader, message in messages.items():
+            parts = step.readers[reader]
+            for part, some in zip(parts, unpack(message, shapes_of(parts), self.fields.sums), strict=True):
+                for total, x in zip(totals[1:], some, strict=True):
+                    total[part.rows] = total[part.rows].add_(x) if part.rows in total else x
         self.transport.release(messages)
+
+
+def shapes_of(parts: tuple[Away, ...]) -> list[Shape]:
+    return [shape_of(part.rows) for part in parts]
+
+
+def sizes_of(peers: dict[int, tuple[Away, ...]], fields: Fields) -> dict[int, int]:
+    """The bytes of the message from each."""
+    return {peer: message_bytes(shapes_of(parts), fields) for peer, parts in peers.items()}

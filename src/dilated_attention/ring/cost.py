@@ -17,8 +17,9 @@ import torch
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
-from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.counts import Tallies, count
+from dilated_attention.pattern import Pattern
+from dilated_attention.ring.alltoall import can_deal
+from dilated_attention.ring.counts import Tally, count, pairs_by_rank
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, flops_text, seconds_text
 
@@ -26,8 +27,7 @@ from dilated_attention.units import bytes_text, flops_text, seconds_text
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
-MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would take minutes and gigabytes
-MOST_HEADS = 2**26  # of all ranks together, as well
+MOST_COUNTED = 2**12  # ranks: there is a number for every two of them
 ROWS = (
     ("hops", "{:,}".format, "hops"),
     ("received", bytes_text, "bytes_received"),
@@ -120,13 +120,13 @@ class PlanCost:
         pattern, tokens, ranks: those of the call.
         tokens_per_rank: the length of the longest shard.
         memory: the bytes on the busiest rank.
-        exchanges: the cost of each exchange: "ring", "allgather" and "alltoall".
+        exchanges: the cost of each exchange: "ring", "allgather", and for dilated branches that are summed "alltoall".
         naive_ring: for comparison, the forward pass of a plain ring, in which all keys and values go round.
         best: the exchange with the shortest ``total_seconds`` that does not hold too much, chosen by the rule of
             "auto" in :class:`ContextParallel`.
     """
 
-    pattern: DilatedPattern
+    pattern: Pattern
     tokens: int
     ranks: int
     tokens_per_rank: int
@@ -134,20 +134,20 @@ class PlanCost:
     exchanges: Mapping[str, ExchangeCost]
     naive_ring: PassCost
     best: Exchange
-    _of_ranks: Callable[[str, Iterable[int]], ExchangeCost] = field(repr=False, compare=False)
+    _cost_of: Callable[[str, Iterable[int]], ExchangeCost] = field(repr=False, compare=False)
 
     def of_rank(self, rank: int, exchange: Exchange) -> tuple[PassCost, PassCost]:
         """The exact numbers of one rank, forward and backward."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
         if exchange not in self.exchanges:
-            raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
-        cost = self._of_ranks(exchange, [rank])
+            raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(self.exchanges)}")
+        cost = self._cost_of(exchange, [rank])
         return cost.forward, cost.backward
 
     def rows(self) -> list[list[str]]:
         """A table for people, its head first: a column for each exchange and, over several ranks, the naive ring."""
-        rows = [["busiest rank", *EXCHANGES, "naive ring"]]
+        rows = [["busiest rank", *self.exchanges, "naive ring"]]
         for title, text, name in ROWS:
             costs = [(x.forward, x.backward) if hasattr(x.forward, name) else (x,) for x in self.exchanges.values()]
             cells = [" + ".join(text(getattr(cost, name)) for cost in some) for some in costs]
@@ -175,7 +175,7 @@ class PlanCost:
 
 
 def plan_cost(
-    pattern: DilatedPattern,
+    pattern: Pattern,
     seq_len: int,
     num_ranks: int,
     *,
@@ -199,7 +199,7 @@ def plan_cost(
     skip the comparison, the backward pass of "alltoall" sends a gradient of lse as well.
 
     Args:
-        pattern: the :class:`DilatedPattern` of the call.
+        pattern: that of the call.
         seq_len: the tokens on all ranks together.
         num_ranks: the ranks that share them.
         num_heads, num_kv_heads: the query heads, and the key/value heads, by default as many as query heads.
@@ -226,8 +226,6 @@ def plan_cost(
     if cu_seqlens is not None:
         shards = replace(shards, cu_seqlens=checked_cu_seqlens(cu_seqlens, shards.tokens) or shards.cu_seqlens)
     num_heads = check_int("num_heads", num_heads)
-    if shards.ranks * num_heads > MOST_HEADS:
-        raise ValueError(f"at most {MOST_HEADS:,} heads of all ranks are counted: ask for fewer ranks or heads")
     kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
     pattern.check_heads(num_heads, kv_heads)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -242,14 +240,14 @@ def plan_cost(
         pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         has_padding=has_padding,
     )  # fmt: skip
-    return _plan(call, shards, latency, bandwidth, flops_per_second)
+    return _plan(call, shards, pairs_by_rank(call, shards), latency, bandwidth, flops_per_second)
 
 
 @functools.lru_cache(maxsize=512)
 def fastest_exchange(call: Call, shards: Shards, backend: str) -> Exchange:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    return _plan(call, shards, *LINKS.get(backend, LINKS["nccl"])).best
+    return _plan(call, shards, [0] * shards.ranks, *LINKS.get(backend, LINKS["nccl"])).best
 
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
@@ -267,32 +265,44 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     return Shards.of(tuple(lengths))
 
 
-def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
+def _plan(
+    call: Call, shards: Shards, pairs: list[int], latency: float, bandwidth: float, speed: float = 1.0
+) -> PlanCost:
     lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
-    cost = functools.partial(_cost, call, count(call, shards), latency, bandwidth, speed)
-    exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in EXCHANGES}
+    cost = functools.partial(_cost, call, count(call, shards, pairs), latency, bandwidth, speed)
+    names = [name for name in EXCHANGES if name != "alltoall" or can_deal(call.pattern)]
+    exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in names}
     keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize
     row, rows = call.head_dim * size, keys * call.q_per_kv
     out_sums = 0 if call.sum_dtype is call.dtype else rows * call.head_dim * exact
     memory = Memory(rows * row, keys * row, rows * exact, out_sums)
     # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the
     # least, and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
-    fitting = [name for name in EXCHANGES if name == "ring" or exchanges[name].held <= MOST_HELD * memory.saved]
+    fitting = [name for name in names if name == "ring" or exchanges[name].held <= MOST_HELD * memory.saved]
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
     naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1
     ring = PassCost(hops, naive, naive, exchanges["ring"].forward.flops, hops * latency + naive / bandwidth)
-    return PlanCost(call.dilated, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost)
+    return PlanCost(call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost)
 
 
 def _cost(
-    call: Call, tallies: Tallies, latency: float, bandwidth: float, speed: float, name: str, ranks: Iterable[int]
-) -> ExchangeCost:
+    call: Call, tallies: dict[str, Tally], latency: float, bandwidth: float, speed: float, name: str,
+    ranks: Iterable[int],
+) -> ExchangeCost:  # fmt: skip
     """The largest numbers of these ranks."""
-    numbers = [tallies[name, rank].all for rank in ranks]
-    most = [max(column) for column in zip(*numbers, strict=True)]
-    hops, sent, received, (pairs, sums, *held) = most[:2], most[2:4], most[4:6], most[6:]
-    flops = call.head_dim * call.q_per_kv * call.samples * pairs
-    seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
-    forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
-    total = sum(x[4] + x[5] for x in numbers)  # received
-    return ExchangeCost(forward, backward, total, max(held), sums, 14 * flops / speed)
+    tally, some = tallies[name], [*ranks]
+    flops = call.head_dim * call.q_per_kv * call.samples * max(tally.pairs[rank] for rank in some)
+
+    def one_pass(way: int, operations: int) -> PassCost:
+        columns = tally.hops, tally.sent, tally.received
+        hops, sent, received = (max(column[rank][way] for rank in some) for column in columns)
+        return PassCost(hops, sent, received, operations, hops * latency + received / bandwidth)
+
+    return ExchangeCost(
+        one_pass(0, 4 * flops),
+        one_pass(1, 10 * flops),
+        bytes_total=sum(sum(tally.received[rank]) for rank in some),
+        held=max(tally.held[rank] for rank in some),
+        sums=max(tally.sums[rank] for rank in some),
+        compute_seconds=14 * flops / speed,
+    )

@@ -1,168 +1,267 @@
 """What every rank sends, receives, holds and computes in each exchange, counted for all ranks at once.
 
-Each segment that lies on several ranks is counted once; where several are cut alike by the shards, once for all.
-Members of a segment are the ranks that hold rows of it, for some of the heads.
+Which rows a rank's queries need of other ranks follows from the rectangles of its queries, as in `blocks.away`. A
+dilated branch repeats itself: what queries need is found once for all that lie alike in their segments.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-import operator
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from dilated_attention.blocks import together, with_keys_here
+from dilated_attention.branches import Branch, Dilated
+from dilated_attention.branches.base import Rows
+from dilated_attention.branches.union import count_pairs
 from dilated_attention.call import Call
-from dilated_attention.context_parallel import EXCHANGES
-from dilated_attention.pattern import rows_at_offset
-from dilated_attention.ring.packing import Travelling, part_bytes
-from dilated_attention.ring.routes import bundles
-from dilated_attention.ring.shards import Shards, SharedSegment, split_by_members
-
-# Places in a list of numbers: bytes forward and backward; pairs of a query and a key; bytes of float32 sums, and of
-# received rows beside them at one time, the most of four times.
-SENT, RECEIVED, PAIRS, SUMS, HELD, NUMBERS = 0, 2, 4, 5, 6, 10
+from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
+from dilated_attention.ring.messages import Travelling, message_bytes
+from dilated_attention.ring.shards import Shards
 
 
-@dataclass(slots=True)
-class Tally:
-    """What one exchange comes to on one rank."""
+class Tally(NamedTuple):
+    """What one exchange comes to, by rank. What has two numbers has one for each pass, forward and backward."""
 
-    steps: int = 0  # in which blocks leave or come,
-    came: int = 0  # and in which they come; then sums leave
-    home: set[int] = field(default_factory=set)  # steps in which sums of its own rows come home
-    numbers: list[int] = field(default_factory=lambda: [0] * NUMBERS)
-
-    def add(self, steps: int, came: int, home: set[int], numbers: list[int]) -> None:
-        self.steps, self.came = max(self.steps, steps), max(self.came, came)
-        self.home |= home
-        self.numbers = list(map(operator.add, self.numbers, numbers))
-
-    @property
-    def all(self) -> list[int]:
-        """The hops, forward and backward, and the numbers."""
-        return [self.steps, self.steps + self.came + sum(step > self.came for step in self.home), *self.numbers]
+    hops: list[tuple[int, int]]
+    sent: list[tuple[int, int]]  # bytes
+    received: list[tuple[int, int]]
+    held: list[int]  # the most bytes of received rows at one time
+    sums: list[int]  # bytes of gradients that are summed in float32
+    pairs: list[int]  # of a query and a key; the query heads of one key/value head count once, and so do all samples
 
 
-Tallies = defaultdict[tuple[str, int], Tally]  # by exchange and rank
-
-
-def count(call: Call, shards: Shards) -> Tallies:
-    """``call``: of all tokens."""
-    tallies: Tallies = defaultdict(Tally)
-    for branch, width in enumerate(call.dilated.segment_lengths):
-        pairs = _pairs_before(call, shards, branch)
-        for rank, exchange in itertools.product(range(shards.ranks), EXCHANGES):
-            tallies[exchange, rank].numbers[PAIRS] += pairs[rank + 1] - pairs[rank]
-        known: dict[tuple[int, ...], Tallies] = {}
-        for start, stop, _ in {shards.segment(at, width) for at in shards.starts if 0 < at < shards.tokens}:
-            ranks = shards.holders(start, stop)
-            cut = tuple(last - first for first, last in (shards.piece(rank, start, stop) for rank in ranks))
-            if cut not in known:
-                known[cut] = _of_segment(call, branch, Shards.of(cut))
-            for (name, place), tally in known[cut].items():
-                tallies[name, ranks[place]].add(tally.steps, tally.came, tally.home, tally.numbers)
-    return tallies
-
-
-def _pairs_before(call: Call, shards: Shards, branch: int) -> list[int]:
-    """(query, key) pairs of a branch whose query is before each rank's first token, and all of them."""
-    width, rate = call.dilated.branches[branch]
-    heads, borders = Counter(offset for _, offset in call.placed(branch)), shards.cu_seqlens
-
-    @functools.cache
-    def pairs(tokens: int, length: int) -> int:
-        """Of the first tokens of a segment."""
-        total = 0
-        for offset, some in heads.items():
-            queries = rows_at_offset(tokens, rate, offset)
-            later = 0 if call.is_causal else rows_at_offset(length, rate, offset) - queries
-            total += some * _seen(call, queries, later)
-        return total
-
-    def pairs_in(tokens: int, length: int) -> int:
-        """Of the first tokens of a sequence."""
-        whole, rest = divmod(tokens, width)
-        return whole * pairs(width, width) + pairs(rest, min(width, length - whole * width))
-
-    sizes = [end - begin for begin, end in itertools.pairwise(borders)]
-    earlier = list(itertools.accumulate((pairs_in(size, size) for size in sizes), initial=0))
-    at = [min(bisect.bisect_right(borders, token), len(sizes)) - 1 for token in shards.starts]
-    return [
-        earlier[index] + pairs_in(token - borders[index], sizes[index])
-        for index, token in zip(at, shards.starts, strict=True)
-    ]
-
-
-def _seen(call: Call, queries: int, others: int) -> int:
-    """Pairs of so many rows among themselves, and with other keys that all of them see."""
-    return queries * (queries + 1) // 2 + queries * others if call.is_causal else queries * (queries + others)
-
-
-def _of_segment(call: Call, branch: int, shards: Shards) -> Tallies:
-    """One segment that is cut into such shards, less the pairs of its queries, which are counted already."""
-    tallies: Tallies = defaultdict(Tally)
-    tokens, rate = shards.tokens, call.dilated.dilation_rates[branch]
-    whole = SharedSegment(branch, rate, 0, tokens, tokens, tuple(call.placed(branch)))
+def count(call: Call, shards: Shards, pairs: list[int]) -> dict[str, Tally]:
+    """``call``: of all tokens; ``pairs``: see `pairs_by_rank`."""
+    rows, queries, own = rows_needed(call, shards)
     fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
-    for segment in split_by_members(whole, shards):
-        rows = {offset: [segment.rows(offset, piece) for piece in segment.pieces] for _, offset in segment.heads}
-        packed = [call.samples * sum(some) for some in zip(*(rows[offset] for _, offset in segment.heads), strict=True)]
-        _circulate(call, fields, segment.members, packed, tallies)
-        _deal(call, fields, segment, rows, tallies)
-    return tallies
+    blocks, sums = (message_bytes([(call.samples, 1, 1)], some) for some in (fields.blocks, fields.sums))
+    totals = own * sums + queries * (sums // 2 * call.q_per_kv)  # dk and dv of rows that travel; dq of their readers
+    size = shards.ranks
+    rank, place = torch.arange(size, device="cpu").unsqueeze(1), torch.arange(1, size, device="cpu")
+    came, gone = rows.gather(1, (rank - place) % size), rows.T.gather(1, (rank + place) % size)
+    found = {}
+    for name in ("ring", "allgather"):
+        if name == "allgather":
+            came, gone = came.sum(1, keepdim=True), gone.sum(1, keepdim=True)
+        hops = ((came > 0) | (gone > 0)).sum(1)
+        most, most_sent = (x.amax(1) if x.shape[1] else hops for x in (came, gone))
+        received, sent = came.sum(1), gone.sum(1)
+        at_once = 2 if name == "ring" else 1  # a step in use, and the next
+        found[name] = Tally(
+            _two(hops, 2 * hops),
+            _two(sent * blocks, sent * blocks + received * sums),
+            _two(received * blocks, received * blocks + sent * sums),
+            (at_once * (most * blocks + most_sent * sums)).tolist(),
+            (totals + at_once * most * sums).tolist(),
+            pairs,
+        )
+    if can_deal(call.pattern):
+        found["alltoall"] = _dealt(call, shards, fields, pairs)
+    return found
 
 
-def _others(call: Call, sizes: Sequence[int]) -> list[int]:
-    """For each member the sum over the others; when causal, over those before it."""
-    before = list(itertools.accumulate(sizes, initial=0))
-    return before[:-1] if call.is_causal else [before[-1] - size for size in sizes]
+def _two(forward: Tensor, backward: Tensor) -> list[tuple[int, int]]:
+    return [*zip(forward.tolist(), backward.tolist(), strict=True)]
 
 
-def _circulate(call: Call, fields: Travelling, members: tuple[int, ...], rows: list[int], tallies: Tallies) -> None:
-    """Add what K, V and their sums cost in a ring and in an all-gather."""
-    last = len(members) - 1
-    blocks, sums = ([part_bytes(some, count) for count in rows] for some in (fields.blocks, fields.sums))
-    blocks_in, sums_out = _others(call, blocks), _others(call, sums)
-    # of two steps at a time: a block in use and the next; sums just made, and those that leave or their message
-    most, most_sums = max(map(operator.add, blocks, sums)), max(sums)
-    users = [last - place if call.is_causal else last for place in range(last + 1)]  # of each member's block
-    home = [size if count else 0 for size, count in zip(sums, users, strict=True)]
-    for place, rank in enumerate(members):
-        after, received = (place + 1) % (last + 1), blocks_in[place]
-        came, leaving = (place, after) if call.is_causal else (last, last)  # steps in which blocks come, and leave
-        own = sums[place] + sums[place] // 2 * call.q_per_kv  # dk and dv, and as many rows of dq for each query head
-        back = sums[place] * users[place]  # sums of its own rows that come to it at once
-        ring_sums = sums_out[place] - home[place - 1] + home[place]
-        for name, steps, last_home, sent, sums_in, held, made in (
-            ("ring", (max(came, leaving), came), users[place], blocks_in[after], ring_sums, 2 * most, most_sums),
-            ("allgather", (1, 1), 1, blocks[place] * users[place], back, received + back, sums_out[place]),
-        ):
-            numbers = [sent, sent + sums_out[place], received, received + sums_in, 0, own + 2 * made, held, 0, 0, 0]
-            tallies[name, rank].add(*steps, {last_home}, numbers)
+# --- rows that queries need -----------------------------------------------------------------------------------------
 
 
-def _deal(call: Call, fields: Travelling, segment: SharedSegment, rows: dict[int, list[int]], tallies: Tallies) -> None:
-    """Add what it costs in an all-to-all that members compute bundles of heads whole, instead of their own queries."""
-    hops = (fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients)  # in both passes
-    numbers_of = {rank: tallies["alltoall", rank].numbers for rank in segment.members}
-    for rank in segment.members:
-        tallies["alltoall", rank].steps = 2
-    for _, offset in segment.heads:
-        for numbers, mine, others in zip(numbers_of.values(), rows[offset], _others(call, rows[offset]), strict=True):
-            numbers[PAIRS] -= _seen(call, mine, others)
-    for dealt, target in bundles((segment,), call.has_padding and call.q_per_kv > 1):
-        counts, heads = rows[dealt.heads[0][1]], len(dealt.heads)
-        numbers_of[target][PAIRS] += heads * _seen(call, sum(counts), 0)
-        for turn, some in enumerate(hops):
-            size_of = {count: part_bytes(some, call.samples * heads * count) for count in set(counts)}
-            way, is_back = divmod(turn, 2)
-            for (rank, numbers), count in zip(numbers_of.items(), counts, strict=True):
-                source, sink = (numbers_of[target], numbers) if is_back else (numbers, numbers_of[target])
-                if rank != target:
-                    source[SENT + way] += size_of[count]
-                    sink[RECEIVED + way] += size_of[count]
-                if rank != target or not is_back:  # of its own rows the results need no message
-                    sink[HELD + turn] += size_of[count]
+class Needs(NamedTuple):
+    """Of one sample: rows of all heads."""
+
+    rows: Tensor  # (reader, owner) of K, that each rank needs of each other one
+    queries: Tensor  # (ranks,) that see them
+    own: Tensor  # (ranks,) of K, that others need, each once
+
+
+def rows_needed(call: Call, shards: Shards) -> Needs:
+    size = shards.ranks
+    rows = torch.zeros(size, size, dtype=torch.int64, device="cpu")
+    needs = Needs(rows, rows.new_zeros(size), rows.new_zeros(size))
+    for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
+        known: dict[tuple[int, ...], Needs] = {}
+        for zone in shared_zones(call, shards, branch):
+            ranks, cut = shards.cut(*zone)
+            if cut not in known:
+                known[cut] = (_in_segment if is_segmented(call, branch) else _in_sequence)(call, index, cut)
+            here = slice(ranks.start, ranks.stop)
+            for x, part in zip((rows[here, here], needs.queries[here], needs.own[here]), known[cut], strict=True):
+                x += part
+    return needs
+
+
+def shared_zones(call: Call, shards: Shards, branch: Branch) -> list[tuple[int, int]]:
+    """The sequences, or segments of a dilated branch, that lie on several ranks: nothing outside of one is seen."""
+    inner = {border for border in shards.starts if 0 < border < shards.tokens}
+    if is_segmented(call, branch):
+        assert isinstance(branch, Dilated)
+        zones = {segment_at(shards, border, branch.length) for border in inner}
+    else:
+        zones = {shards.sequence(border) for border in inner}
+    return sorted(zone for zone in zones if zone[0] not in inner or len(shards.holders(*zone)) > 1)
+
+
+def is_segmented(call: Call, branch: Branch) -> bool:
+    """Whether each segment of the branch is like a sequence of its own, whatever the other branches."""
+    return call.pattern.counts == "sum" and isinstance(branch, Dilated)
+
+
+def _in_segment(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
+    """A segment that is cut at these tokens: all that hold rows of it, or when causal all before, are needed."""
+    branch, starts = call.pattern.branches_for(call.held.total)[index], torch.tensor(cut, device="cpu")
+    assert isinstance(branch, Dilated)
+    size = len(cut) - 1
+    needs = Needs(starts.new_zeros(size, size), *starts.new_zeros(2, size))
+    others = torch.ones(size, size, dtype=torch.bool, device="cpu")
+    others = others.tril(-1) if call.is_causal else others.fill_diagonal_(False)
+    alike: dict[tuple[bool, ...], Tensor] = {}  # the rows of all heads that lie on the same ranks
+    for head, times in kinds_of_heads(call, index):
+        rows = times * _before(starts, branch.offset_of(head), branch.rate).clamp(min=0).diff()
+        holds = tuple((rows > 0).tolist())
+        alike[holds] = alike.get(holds, 0) + rows
+    for rows in alike.values():
+        reads = others & (rows > 0).unsqueeze(1) & (rows > 0)
+        needs.rows.add_(reads * rows)
+        needs.queries.add_(reads.any(1) * rows)
+        needs.own.add_(reads.any(0) * rows)
+    return needs
+
+
+def _in_sequence(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
+    """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
+    shards, n = Shards(cut, (0, cut[-1])), cut[-1]
+    starts = torch.tensor(cut, device="cpu")
+    needs = Needs(starts.new_zeros(len(cut) - 1, len(cut) - 1), *starts.new_zeros(2, len(cut) - 1))
+    classes = set()
+    for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
+        lanes = []
+        for head, times in kinds_of_heads(call, index) if first < stop else ():
+            seeing, keys = _beyond(call, index, head, range(first, stop), n)
+            needs.queries[reader] += times * seeing
+            lanes += [(*lane, times) for lane in keys]
+            classes |= {(lane.start % lane.step, lane.step, head, times) for lane in keys}
+        if lanes:
+            held = shards.holders(min(lane[0] for lane in lanes), max(Rows(*lane[:3]).last for lane in lanes) + 1)
+            start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
+            before = _before(starts[held.start : held.stop + 1], start, step).clamp(min=0).minimum(length)
+            needs.rows[reader, held.start : held.stop] = (times * before.diff(dim=1)).sum(0)
+    for residue, step, _, times in classes:
+        needs.own.add_(times * _before(starts, residue, step).diff())
+    return needs._replace(own=needs.own.minimum(needs.rows.sum(0)))
+
+
+def _before(tokens: Tensor, start: Tensor | int, step: Tensor | int) -> Tensor:
+    """How many of start, start + step, ... come before each token."""
+    return -((start - tokens) // step)
+
+
+def _beyond(call: Call, index: int, head: int, queries: range, n: int) -> tuple[int, list[Rows]]:
+    """How many of these queries see keys before or after all of them, and those keys, each once."""
+    seeing: set[Rows] = set()
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for rect, _ in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops):
+        for first, stop in ((0, queries.start), (queries.stop, n)) if not rect.is_empty else ():
+            for part in with_keys_here(rect, first, stop) if first < stop else ():
+                for one in part.singles() if not part.is_empty else ():
+                    start, step, _ = one.keys
+                    seeing.add(one.queries)
+                    lanes[step, start % step].append((start, one.keys.last + step))
+    found = [
+        Rows(start, step, (stop - start) // step)
+        for (step, _), spans in lanes.items()
+        for start, stop in together(spans)
+    ]
+    return sum(rows.length for rows in seeing), found
+
+
+@functools.lru_cache(maxsize=256)
+def kinds_of_heads(call: Call, index: int) -> tuple[tuple[int, int], ...]:
+    """One of each kind of heads that see the same in a branch, and how many there are."""
+    first: dict[tuple[int, ...], int] = {}
+    found: Counter[int] = Counter()
+    for head, offset in call.placed(index):
+        number = call.first_head + head
+        is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
+        looks = (offset,) if is_alone else call.pattern.looks(number, call.held.total)
+        found[first.setdefault(looks, number)] += 1
+    return tuple(found.items())
+
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def pairs_by_rank(call: Call, shards: Shards) -> list[int]:
+    """The pairs of each rank's queries, of one sample and one query head for each key/value head."""
+    found = torch.zeros(shards.ranks, dtype=torch.int64, device="cpu")
+    for start, stop in itertools.pairwise(shards.cu_seqlens):
+        ranks, cut = shards.cut(start, stop)
+        for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
+            pairs = _pairs_in_segments if is_segmented(call, branch) else _pairs
+            found[ranks.start : ranks.stop] += pairs(call, index, cut)
+    return found.tolist()
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _pairs(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
+    """Of the queries of a sequence, where it is cut at these tokens."""
+    found, heads = torch.zeros(len(cut) - 1, dtype=torch.int64, device="cpu"), call.held.total
+    for rank, (first, stop) in enumerate(itertools.pairwise(cut)):
+        for head, times in kinds_of_heads(call, index):
+            parts = call.pattern.parts(index, head, range(first, stop), cut[-1], heads, call.is_causal)
+            found[rank] += times * count_pairs(parts, head)
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _pairs_in_segments(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
+    """The same, of a branch whose segments are like sequences of their own."""
+    branch, tokens = call.pattern.branches_for(call.held.total)[index], torch.tensor(cut, device="cpu")
+    assert isinstance(branch, Dilated)
+    width, found = branch.length, tokens.new_zeros(len(cut) - 1)
+    whole, rest = tokens // width, tokens % width
+    length = (cut[-1] - whole * width).clamp(max=width)  # of the segment that each token is in
+    for head, times in kinds_of_heads(call, index):
+        full, earlier, every = (
+            _before(x, branch.offset_of(head), branch.rate).clamp(min=0) for x in (width + 0 * tokens, rest, length)
+        )
+        if call.is_causal:
+            before = whole * (full * (full + 1) // 2) + earlier * (earlier + 1) // 2
+        else:
+            before = whole * full * full + earlier * every
+        found += times * before.diff()
+    return found
+
+
+# --- whole segments -------------------------------------------------------------------------------------------------
+
+
+def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: list[int]) -> Tally:
+    """Ranks compute bundles of heads whole, instead of their own queries."""
+    ways = fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients
+    there, back, again, grads = (message_bytes([(call.samples, 1, 1)], some) for some in ways)
+    found = Tally([], [], [], [], [0] * shards.ranks, [*pairs])
+    for rank in range(shards.ranks):
+        bundles, mine, others = bundles_of(call, shards, rank), 0, 0  # rows that others compute, and others' rows
+        for bundle in bundles:
+            heads = len(bundle.heads)
+            if bundle.target != rank:
+                mine += heads * bundle.members[rank].rows
+                continue
+            rows = [view.rows for view in bundle.members.values()]
+            others += heads * (sum(rows) - bundle.members[rank].rows)
+            earlier = itertools.accumulate(rows, initial=0)
+            for member, count, before in zip(bundle.members, rows, earlier, strict=False):
+                seen = heads * (count * (count + 1) // 2 + count * before if call.is_causal else count * sum(rows))
+                found.pairs[member] -= seen
+                found.pairs[rank] += seen
+        found.hops.append((2, 2) if bundles else (0, 0))
+        found.sent.append((mine * there + others * back, mine * again + others * grads))
+        found.received.append((others * there + mine * back, others * again + mine * grads))
+        found.held.append(max(others * there, mine * back, others * again, mine * grads))
+    return found

@@ -30,11 +30,11 @@ from dilated_attention.distributed.agreement import Agreement, ask, telling
 from dilated_attention.distributed.group import GroupTransport, Stats, telling_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.resolve import check_cu_seqlens_end, check_total_length
-from dilated_attention.ring.alltoall import AllToAll
+from dilated_attention.ring.alltoall import AllToAll, can_deal
 from dilated_attention.ring.circulate import Circulation
 from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.parallel import ParallelCall
-from dilated_attention.ring.shards import Shards, crosses
+from dilated_attention.ring.shards import Shards
 
 CALL, BACKWARD = "dilated_attention", "the backward of dilated_attention"
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
@@ -113,6 +113,11 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
             call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
         transport = ranks.transport(call.device)
         checks = Checks(transport, parallel.verify)
+        if parallel.exchange == "alltoall" and not can_deal(call.pattern):
+            raise ValueError(
+                f"exchange='alltoall' is for patterns of Dilated branches with counts='sum', got {call.pattern}: use "
+                "'ring', 'allgather' or 'auto'"
+            )
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
         choice = choose(call)
         fields = _fields(call, choice.name, parallel, checks.verify, wants_gradients)
@@ -129,8 +134,6 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
     kind: type[ParallelCall] = AllToAll if exchange == "alltoall" else Circulation
-    if not crosses(call.dilated, shards) or not call.samples:
-        kind = ParallelCall
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     keeps = wants_gradients and parallel.use_checkpointing is False

@@ -166,7 +166,7 @@ def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bo
 def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int) -> Iterator[Row]:
     config = model_of(session, size, pattern).config
     qkv = make_qkv(1, tokens, config.heads, config.head_dim, **session.options)
-    longnet = partial(attend_whole, pattern, True, None, None, None, "auto")
+    longnet = partial(attend_whole, pattern, True, Sequences(), None)
     with torch.no_grad():
         out, _ = longnet(*qkv)
     if not session.rows_are_right("language model", out, qkv, pattern, True)[0]:

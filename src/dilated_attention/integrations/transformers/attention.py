@@ -86,18 +86,14 @@ def read_grid(
     ends, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if ends is None and keys is None:
         return mask
-    if ends is None or (keys is not None and _differ(ends, keys)):
+    is_known = keys is not None and not torch.compiler.is_compiling()
+    if ends is None or (is_known and torch.as_tensor(ends).tolist() != torch.as_tensor(keys).tolist()):
         raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
     return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
-
-
-def _differ(ends: Any, others: Any) -> bool:
-    """In compiled code nobody looks at them."""
-    return not torch.compiler.is_compiling() and torch.as_tensor(ends).tolist() != torch.as_tensor(others).tolist()
 
 
 def attend(

@@ -6,6 +6,7 @@ Legend: B samples of all ranks, N tokens in a row, n of them on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.distributed.group import wire_device
+from dilated_attention.distributed.agreement import ask, together
+from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.distributed.sequence import (
     Group,
     gather_sequence,
@@ -22,7 +24,6 @@ from dilated_attention.distributed.sequence import (
     shard_sequence,
 )
 from dilated_attention.models.loss import IGNORED, shifted
-from dilated_attention.models.training import together
 
 FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
 
@@ -52,7 +53,7 @@ class ShardingCollator:
 
     def __call__(self, features: Any) -> dict[str, Any]:
         wire = wire_device(self.group, torch.device("cpu"))
-        with together("ShardingCollator()", self.group, wire.type):
+        with together(partial(ask, GroupTransport(self.group, wire, None), "ShardingCollator()")):
             batch = self._collected(features)
         longest = torch.tensor(batch["input_ids"].shape[1], device=wire)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)

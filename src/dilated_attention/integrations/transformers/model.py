@@ -29,7 +29,7 @@ from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache
 from dilated_attention.integrations.transformers.config import set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
-from dilated_attention.models.lm import LongNetLM
+from dilated_attention.models.lm import LongNetLM, checked_tokens
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, read_pattern, written
 from dilated_attention.pattern import DilatedPattern, Pattern
@@ -130,7 +130,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
         super().__init__(config)
-        self.lm, self.pattern_read = LongNetLM(config.plain()), copy.deepcopy(config.dilated_pattern)
+        self.lm, self.pattern_read = LongNetLM(config.plain()), None
         self.post_init()
 
     def init_weights(self) -> None:
@@ -171,19 +171,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        group: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None, group: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """As a decoder of transformers. ``group``: ranks that share the sequence, each with its shard of it.
 
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
@@ -262,16 +254,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         loss = summed_loss(states, self.lm.head.weight, shift_labels)
         return loss / ((shift_labels != IGNORED).sum() if items is None else items * share)
 
-    def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
+    def _tokens(self, ids: Any, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
-        if embedded is not None and ids is None:
-            return embedded * self.lm.scale
-        if embedded is not None or ids is None:
+        if (ids is None) == (embedded is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-            wanted = "(batch, tokens) of int64 or int32"
-            raise ValueError(f"input_ids must be {wanted}, got {tuple(ids.shape)} of {ids.dtype}")
-        return ids
+        return checked_tokens(ids) if embedded is None else embedded * self.lm.scale
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         if self.pattern_read != self.config.dilated_pattern:  # by `set_pattern`, since the model was made

@@ -1,0 +1,89 @@
+"""Rows as bytes: what a rank sends, and views of what it received.
+
+A message has parts, each some rows of some heads in one view. It holds all parts of one field, then all of the next
+one, widest numbers first: so every number is aligned.
+
+Legend: a part (b, L, h): so many samples, rows of each, and key/value heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention.blocks import View
+from dilated_attention.call import accumulate_dtype
+
+Shape = tuple[int, int, int]  # of a part
+
+
+class Field(NamedTuple):
+    """One tensor of a part: its dtype, and how many heads per key/value head and which trailing sizes it has."""
+
+    dtype: torch.dtype
+    heads: int = 1
+    sizes: tuple[int, ...] = ()
+
+    def bytes_per_row(self) -> int:
+        return self.heads * math.prod(self.sizes) * self.dtype.itemsize
+
+
+Fields = tuple[Field, ...]
+
+
+class Travelling(NamedTuple):
+    """What travels in each kind of message."""
+
+    blocks: Fields  # ring and allgather: K and V, and padding if there is any;
+    sums: Fields  # in the backward pass their gradients
+    inputs: Fields  # alltoall: q, k, v, padding
+    results: Fields  # and back lse, out;
+    rows: Fields  # in the backward pass lse, dout, out,
+    gradients: Fields  # and back dq, dk, dv
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, q_per_kv: int, head_dim: int, has_padding: bool) -> Travelling:
+        """``q_per_kv`` query heads to a key/value head."""
+        exact, dim = accumulate_dtype(dtype), (head_dim,)
+        queries, keys, column = Field(dtype, q_per_kv, dim), Field(dtype, 1, dim), Field(exact, q_per_kv)
+        padding = (Field(torch.bool),) if has_padding else ()
+        sums = (Field(exact, 1, dim),) * 2
+        inputs = (queries, keys, keys, *padding)
+        return cls(
+            (keys, keys, *padding), sums, inputs, (column, queries), (column, queries, queries), (queries, keys, keys)
+        )
+
+
+def shape_of(rows: View) -> Shape:
+    return rows.samples * rows.segments, rows.rows, rows.heads
+
+
+def message_bytes(shapes: Iterable[Shape], fields: Fields) -> int:
+    return sum(map(math.prod, shapes)) * sum(field.bytes_per_row() for field in fields)
+
+
+def unpack(message: Tensor, shapes: Sequence[Shape], fields: Fields) -> list[tuple[Tensor, ...]]:
+    """Views of a message's bytes: for each part the tensors of its fields, (b, L, heads, ...)."""
+    columns, at = [], 0
+    for field in fields:
+        column = []
+        for samples, rows, heads in shapes:
+            count = samples * rows * heads * field.bytes_per_row()
+            size = samples, rows, heads * field.heads, *field.sizes
+            column.append(message[at : at + count].view(field.dtype).view(size))
+            at += count
+        columns.append(column)
+    return [*zip(*columns, strict=True)]
+
+
+def pack(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Shape], fields: Fields) -> Tensor:
+    """One message of tensors that may be views with any strides."""
+    message = torch.empty(message_bytes(shapes, fields), dtype=torch.uint8, device=parts[0][0].device)
+    for places, tensors in zip(unpack(message, shapes, fields), parts, strict=True):
+        for place, x in zip(places, tensors, strict=True):
+            place.copy_(x)
+    return message
