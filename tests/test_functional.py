@@ -441,7 +441,7 @@ def test_opcheck(number: int, name: str) -> None:
     torch.library.opcheck(OPS.forward.default, (*qkv, others, *packed))
     out, lse = (x.detach() for x in OPS.forward(*qkv, others, *packed))
     sent = out if number % 3 < 2 else None, lse if number % 3 != 1 else None
-    torch.library.opcheck(OPS.backward.default, (*sent, [*(x.detach() for x in qkv), out, lse, *others], *packed))
+    torch.library.opcheck(OPS.backward.default, (*sent, [*(x.detach() for x in qkv), *others, out, lse], *packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -451,7 +451,7 @@ def test_the_backward_op_takes_any_strides(backend: str) -> None:
     results = OPS.forward(*QKV64, others, *packed)
     given = [*map(torch.randn_like, results), *results]
     CLOSE(*(
-        OPS.backward(dout, dlse, [*QKV64, *saved, *others], *packed)
+        OPS.backward(dout, dlse, [*QKV64, *others, *saved], *packed)
         for dout, dlse, *saved in (given, [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given])
     ))  # fmt: skip
 
@@ -462,5 +462,5 @@ def test_gradients_have_the_dtypes_of_the_inputs(dtype: torch.dtype) -> None:
     q, *keys = testing.make_qkv(1, 9, 4, 8, dtype=dtype)
     qkv, others, packed = (q[:, :2].bfloat16(), *keys), [None] * 4, Call(TORCHSCALE, start=5).packed()
     out, lse = OPS.forward(*qkv, others, *packed)
-    grads = OPS.backward(out, lse, [*qkv, out, lse, *others], *packed)
+    grads = OPS.backward(out, lse, [*qkv, *others, out, lse], *packed)
     assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, dtype, dtype]

@@ -26,6 +26,7 @@ from dilated_attention.call import Call, accumulate_dtype, checked_cu_seqlens, s
 INPUTS, SEED, CU_SEQLENS = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("cu_seqlens")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 PLAIN = (Tensor, torch.nn.Parameter)
+Saved = Sequence[Any]  # the inputs, out and lse
 NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
@@ -69,8 +70,8 @@ class Direct:
         is_mapped = inputs.q.shape[0] != self.call.samples  # by vmap, which gives more samples
         return run.forward(self.call.now(inputs.q) if is_mapped else self.call, inputs)
 
-    def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
+    def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
+        return run.backward(self.call.now(saved[0]), Inputs(*saved[:INPUTS]), *saved[INPUTS:], *sent)
 
 
 @dataclass(slots=True)
@@ -84,9 +85,8 @@ class Registered:
         op = torch.ops.dilated_attention.forward.default
         return _below_autograd(op, self.keyset, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
 
-    def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        saved = [*inputs[:3], out, lse, *_others(inputs)]
-        return torch.ops.dilated_attention.backward(dout, dlse, saved, *self.packed)  # type: ignore[no-any-return]
+    def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
+        return torch.ops.dilated_attention.backward(*sent, list(saved), *self.packed)  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
@@ -111,7 +111,7 @@ class Attention(torch.autograd.Function):
                 return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
             if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
                 way = Registered(None, way.call.packed())
-        return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
+        return (*way.backward(saved, dout, dlse), *NO_GRADIENTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -132,8 +132,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Any) -> Gradients:
-        inputs, (out, lse, dout, dlse, way) = Inputs(*given[:INPUTS]), given[INPUTS:]
-        return way.backward(inputs, out, lse, dout, dlse)  # type: ignore[no-any-return]
+        *saved, dout, dlse, way = given
+        return way.backward(saved, dout, dlse)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -246,9 +246,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *
     return run.forward(_read(inputs, packed), inputs)
 
 
-def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
-    """``saved``: q, k, v, out, lse and the others."""
-    inputs, (out, lse) = Inputs(*saved[:3], *saved[5:]), saved[3:5]
+def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, *packed: Any) -> Gradients:
+    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
     return run.backward(_read(inputs, packed), inputs, out, lse, dout, dlse)
 
 
