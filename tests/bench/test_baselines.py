@@ -57,13 +57,9 @@ def test_gather_pad_scatter_has_the_right_out_and_wrong_gradients(tokens: int, i
 
 @pytest.mark.parametrize(
     ("function", "rule"),
-    [
-        (baselines.copy_and_gather, "longnet"),
-        (baselines.copy_slices, "torchscale"),
-        (baselines.flex, "longnet"),
-        (baselines.gather_pad_scatter, "head_groups"),
-    ],
-)
+    [(baselines.copy_and_gather, "longnet"), (baselines.copy_slices, "torchscale"), (baselines.flex, "longnet"),
+     (baselines.gather_pad_scatter, "head_groups")],
+)  # fmt: skip
 def test_a_rule_it_does_not_follow_is_refused(function, rule: str) -> None:
     with pytest.raises(ValueError, match=f"got '{rule}'"):
         function(*make_qkv(1, 8, 2, 4), DilatedPattern(rule, (4,), (1,)))

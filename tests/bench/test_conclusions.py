@@ -50,9 +50,7 @@ SAME, RINGS = ("DilatedAttention", "ImprovedDilatedAttention"), ("RingDilatedAtt
         ("many times faster", {"checks": [check("attention over heads", "wrong", 1.6)]}, "no", "it attends over heads"),
     ],
 )
-def test_a_claim_holds_where_the_measurements_reach_it(
-    words: str, results: dict[str, Any], holds: str | None, ours: str
-) -> None:
+def test_a_claim_holds_where_the_measurements_reach_it(words: str, results: Any, holds: Any, ours: str) -> None:
     found = [x for x in conclude.claims({**EMPTY, **results}) if words in x["claim"]]
     assert [x["holds"] for x in found] == ([] if holds is None else [holds])
     assert all(x["ours"].startswith(ours) for x in found)
@@ -87,9 +85,7 @@ OTHERS = [  # what computes something else is not compared
         ([*several({"a": 10.0, "b": 12.0, "c": 13.0}), *OTHERS], "a", [], "b"),
     ],
 )  # fmt: skip
-def test_the_fastest_is_best_and_overlapping_quartiles_tie(
-    records: list[dict[str, Any]], best: str, ties: list[str], runner_up: str
-) -> None:
+def test_the_fastest_is_best_and_overlapping_quartiles_tie(records: Any, best: str, ties: Any, runner_up: str) -> None:
     one = recommended(*records, case="training on long")
     assert (one["best"], one["ties"], one["runner_up"]) == (best, ties, runner_up)
     times = {x["implementation"]: x["ms"]["median"] for x in records if x["ms"]}

@@ -55,7 +55,7 @@ def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 1.0
     ],
 )
 def test_a_change_is_one_if_it_is_clear_and_large_either_way(
-    before: dict[str, Any], after: dict[str, Any], threshold: float, verdict: str
+    before: Any, after: Any, threshold: float, verdict: str
 ) -> None:
     found = change(before, after, threshold)
     assert found.verdict == verdict

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -114,9 +115,7 @@ def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])
-def test_a_machine_that_others_use_is_too_busy(
-    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None
-) -> None:
+def test_a_machine_that_others_use_is_too_busy(monkeypatch: pytest.MonkeyPatch, seconds: Any, others: Any) -> None:
     """So much CPU time of others in ten seconds on two cores; None where no system tells."""
     now, cpu = iter([0.0, 10.0]), iter([5.0, 5.0 + (seconds or 0)])
     monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))

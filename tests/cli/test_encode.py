@@ -115,7 +115,7 @@ def test_options_reach_the_model(encoded: Encoded, weights: Path, tmp_path: Path
 
 
 def test_what_is_there_is_not_computed_again(
-    encoded: Encoded, embeds: Any, features: Path, weights: Path, tmp_path: Path
+    encoded: Any, embeds: Any, features: Path, weights: Path, tmp_path: Path
 ) -> None:
     seen: list[str] = []
     embeds(seen.extend)
@@ -153,9 +153,7 @@ def test_an_interruption_keeps_what_was_written(encoded: Encoded, embeds: Any, t
     assert "slides encoded: 1 (5 tiles" in encoded().out
 
 
-def test_a_full_disk_still_tells_what_was_done(
-    encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_still_tells_what_was_done(encoded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = files.write
 
     def full(path: Path, *content: Any) -> None:
