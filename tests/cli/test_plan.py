@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention import DilatedPattern
+from dilated_attention import DilatedPattern, Pattern, Prefix, Window
 from dilated_attention.advice import Workload
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.units import bytes_text
@@ -37,6 +37,15 @@ def test_every_option_reaches_the_plan(run: Any) -> None:
     assert row(out, "memory to train") == [bytes_text(need.training) for need in needs]
     assert row(out, "memory to infer") == [bytes_text(need.inference) for need in needs]
     assert "fits" not in out
+
+
+def test_any_pattern_over_ranks(run: Any) -> None:
+    text, pattern = "Window(1023), Prefix(4)", Pattern([Window(1023), Prefix(4)])
+    out = run("plan", "-n", "64k", "--pattern", text, "--ranks", 4, "--causal").out
+    cost = Workload(2**16, 8, 64, ranks=4, is_causal=True).cost(pattern)
+    for title, *cells in cost.rows():
+        assert row(out, title) == [cell for cell in cells if cell]
+    assert repr(pattern) in out
 
 
 def test_one_device_sends_nothing(run: Any) -> None:
