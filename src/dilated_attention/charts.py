@@ -1,7 +1,4 @@
-"""Charts as files: one Vega-Lite specification becomes an .svg, a .png, or part of a page that loads nothing.
-
-What draws them comes with the extra `bench`, and is not imported before a chart is asked for.
-"""
+"""Charts as files: one Vega-Lite specification becomes an .svg, a .png, or part of a page that loads nothing."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def scripts() -> str:
 
 
 def page(folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: Any) -> str:
-    """The page that a folder has as page.html, page.css and page.js: one text that loads nothing.
-
-    The template finds ``data`` as JSON, escaped values, and scripts and styles, which a policy names by their hashes.
-    """
+    """The page.html of a folder with its page.css and page.js, these scripts and styles, data as JSON, and values."""
     import jinja2  # comes with PyTorch, and brings markupsafe
     from markupsafe import Markup as safe  # noqa: N813 - it marks what is
 
@@ -76,9 +70,8 @@ def page(folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Seq
     own = {"styles": [css, *styles], "scripts": [*scripts, js]}
     values |= {name: [*map(safe, texts)] for name, texts in own.items()}
     policy = safe(POLICY.format(_hashes(own["scripts"]), _hashes(own["styles"])))
-    template = jinja2.Template(
-        html, trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    template = jinja2.Template(html, undefined=jinja2.StrictUndefined, **options)
     return str(template.render(policy=policy, data=safe(as_json(data)), **values))
 
 
@@ -98,8 +91,7 @@ def write(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".half-written-{secrets.token_hex(8)}")
     try:
-        with part.open("xb") as stream:  # with the rights that any new file gets
-            stream.write(content)
+        part.write_bytes(content)  # with the rights that any new file gets
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
