@@ -92,7 +92,7 @@ def enumerated(case: Case, rank: int, exchange: str) -> list[int]:
         passes.append([("backward there", steps), ("backward back", [(received, sent)])])
     else:
         steps = [
-            tuple(rows(part.rows for some in peers.values() for part in some) for peers in step)
+            tuple(rows(view for some in peers.values() for view in some) for peers in step[:2])
             for step in steps_of(call, shards, exchange == "ring", rank)
         ]
         passes = [[("blocks", steps)], [("blocks", steps), ("sums", [(b, a) for a, b in steps])]]

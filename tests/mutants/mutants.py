@@ -302,7 +302,7 @@ MUTANTS = [
     M("visit-replaces", "What a rank sees in a block of another one replaces what it saw before.", "ring/circulate.py",
       "merge_(here, here_lse, seen, seen_lse)", "_ = here.copy_(seen), here_lse.copy_(seen_lse)"),
     M("sums-of-one-rank", "Of two ranks that read the same rows, the gradients of one come home.",
-      "ring/circulate.py", "total[part.rows].add_(x) if part.rows in total else x", "x"),
+      "ring/circulate.py", "total[rows].add_(x) if rows in total else x", "x"),
     M("dropout-of-received-keys", "Dropout takes the received keys of a dilated branch for neighbours.",
       "backends/blockwise.py", "_positions(block, block.key_at, block.keys.rows, block.key_step, call)",
       "_positions(block, block.key_at, block.keys.rows, 1 if block.numbers else block.key_step, call)"),

@@ -25,7 +25,7 @@ from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.pattern import Pattern, zeros_beside
-from dilated_attention.ring.messages import Fields, Shape, message_bytes, pack, shape_of, unpack
+from dilated_attention.ring.messages import Fields, pack, rows_of, sizes_of, unpack
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.shards import Shards
 
@@ -119,6 +119,9 @@ def share(items: int, parts: int, index: int) -> range:
     return range(items * index // parts, items * (index + 1) // parts)
 
 
+Peers = dict[int, list[View]]  # rows by the other rank
+
+
 class AllToAll(ParallelCall):
     """Queries, keys and values go to the ranks that compute with them, and results come back."""
 
@@ -133,12 +136,11 @@ class AllToAll(ParallelCall):
         self.rows_there: Peers = {}  # that others compute, by who does;
         self.rows_here: Peers = {}  # and those of others that this rank computes
         for bundle in self.bundles:
-            if bundle.target != self.rank:
-                self.rows_there.setdefault(bundle.target, []).append((bundle, self.rank))
-        for bundle in self.mine:
-            for member in bundle.members:
-                if member != self.rank:
-                    self.rows_here.setdefault(member, []).append((bundle, member))
+            for member, rows in bundle.members.items():
+                if member == self.rank != bundle.target:
+                    self.rows_there.setdefault(bundle.target, []).append(rows)
+                elif member != self.rank == bundle.target:
+                    self.rows_here.setdefault(member, []).append(rows)
 
     def forward(self, work: Work) -> tuple[Tensor, Tensor]:
         fields, own = self.fields.inputs, own_tensors(work)
@@ -199,9 +201,7 @@ class AllToAll(ParallelCall):
     def send(self, direction: str, fields: Fields, tensors: Sequence[Tensor]) -> Pending | None:
         """This rank's rows are on their way."""
         sends = {
-            target: pack(
-                [own_rows(bundle.members[rank], fields, tensors) for bundle, rank in some], shapes_of(some), fields
-            )
+            target: pack([rows_of(tensors, rows, fields) for rows in some], some, fields)
             for target, some in self.rows_there.items()
         }
         return self.post(f"hop 1 of the {direction} alltoall", sends, sizes_of(self.rows_here, fields))
@@ -213,7 +213,7 @@ class AllToAll(ParallelCall):
         came = self.came(pending, self.rows_here, fields)
         for bundle in self.mine:
             pieces = [
-                own_rows(view, fields, tensors) if member == self.rank else next(came[member])
+                rows_of(tensors, view, fields) if member == self.rank else next(came[member])
                 for member, view in bundle.members.items()
             ]
             yield bundle, [torch.cat(some, 1) for some in zip(*pieces, strict=True)]
@@ -229,7 +229,7 @@ class AllToAll(ParallelCall):
             for member, parts in zip(bundle.members, zip(*pieces, strict=True), strict=True):
                 sends[member].append(parts)
         here = iter(sends.pop(self.rank))
-        messages = {member: pack(parts, shapes_of(self.rows_here[member]), fields) for member, parts in sends.items()}
+        messages = {member: pack(parts, self.rows_here[member], fields) for member, parts in sends.items()}
         pending = self.post(f"hop 2 of the {direction} alltoall", messages, sizes_of(self.rows_there, fields))
         came = self.came(pending, self.rows_there, fields)
         for bundle in self.bundles:
@@ -239,19 +239,4 @@ class AllToAll(ParallelCall):
         """The parts from each rank, in order."""
         messages = {} if pending is None else pending.wait()
         self.transport.release(messages)
-        return {peer: iter(unpack(messages[peer], shapes_of(some), fields)) for peer, some in peers.items()}
-
-
-Peers = dict[int, list[tuple[Bundle, int]]]  # by the other rank: bundles, and whose rows of them
-
-
-def own_rows(view: View, fields: Fields, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [view.of(x, field.heads) for x, field in zip(tensors, fields, strict=True)]
-
-
-def shapes_of(some: list[tuple[Bundle, int]]) -> list[Shape]:
-    return [shape_of(bundle.members[rank]) for bundle, rank in some]
-
-
-def sizes_of(peers: Peers, fields: Fields) -> dict[int, int]:
-    return {peer: message_bytes(shapes_of(some), fields) for peer, some in peers.items()}
+        return {peer: iter(unpack(messages[peer], some, fields)) for peer, some in peers.items()}

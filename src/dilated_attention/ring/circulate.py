@@ -21,7 +21,7 @@ from dilated_attention.blocks import Away, View, away
 from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
-from dilated_attention.ring.messages import Fields, Shape, message_bytes, pack, shape_of, unpack
+from dilated_attention.ring.messages import message_bytes, pack, rows_of, shape_of, sizes_of, unpack
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.shards import Shards
 
@@ -29,8 +29,9 @@ from dilated_attention.ring.shards import Shards
 class Step(NamedTuple):
     """What one step is about, by the other rank."""
 
-    readers: dict[int, tuple[Away, ...]]  # this rank's rows that each of them needs
-    owners: dict[int, tuple[Away, ...]]  # their rows that this rank needs
+    readers: dict[int, tuple[View, ...]]  # this rank's rows that each of them needs
+    owners: dict[int, tuple[View, ...]]  # their rows that this rank needs,
+    blocks: dict[int, tuple[Away, ...]]  # with the blocks of its queries
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,8 +46,13 @@ def steps_of(call: Call, shards: Shards, is_ring: bool, rank: int) -> tuple[Step
     for places in [(place,) for place in range(1, size)] if is_ring else [range(1, size)]:
         readers = {(rank + place) % size: needs((rank + place) % size, rank) for place in places}
         owners = {(rank - place) % size: needs(rank, (rank - place) % size) for place in places}
-        found.append(Step(*({peer: some for peer, some in both.items() if some} for both in (readers, owners))))
+        readers, owners = ({peer: parts for peer, parts in x.items() if parts} for x in (readers, owners))
+        found.append(Step(rows_by_peer(readers), rows_by_peer(owners), owners))
     return tuple(found)
+
+
+def rows_by_peer(peers: dict[int, tuple[Away, ...]]) -> dict[int, tuple[View, ...]]:
+    return {peer: tuple(part.rows for part in parts) for peer, parts in peers.items()}
 
 
 Totals = dict[View, Tensor]  # sums in float32 of a tensor's rows
@@ -66,8 +72,8 @@ class Circulation(ParallelCall):
         out, lse = work.forward()
         for step, messages in zip(self.steps, arriving, strict=True):
             for owner, message in messages.items():
-                parts = step.owners[owner]
-                for part, tensors in zip(parts, unpack(message, shapes_of(parts), self.fields.blocks), strict=True):
+                arrived = unpack(message, step.owners[owner], self.fields.blocks)
+                for part, tensors in zip(step.blocks[owner], arrived, strict=True):
                     for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors)):
                         here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
                         merge_(here, here_lse, seen, seen_lse)
@@ -79,10 +85,10 @@ class Circulation(ParallelCall):
         next(arriving)
         grads = work.backward(results)
         totals: tuple[Totals, Totals, Totals] = {}, {}, {}
-        before: tuple[Step, Pending | None] = Step({}, {}), None
+        before: tuple[Step, Pending | None] = Step({}, {}, {}), None
         for number, (step, messages) in enumerate(zip(self.steps, arriving, strict=True), 1):
             sums = {
-                owner: self.gradients(work, results, step.owners[owner], message, totals[0])
+                owner: self.gradients(work, results, step.blocks[owner], message, totals[0])
                 for owner, message in messages.items()
             }
             self.take_sums(*before, totals)
@@ -102,15 +108,16 @@ class Circulation(ParallelCall):
         """First nothing: the first step is on its way. Then what came in each step, with the next one on its way."""
         own, fields = own_tensors(work)[1:], self.fields.blocks
 
+        packed: dict[tuple[View, ...], Tensor] = {}  # the last message: the next one may be equal
+
         def post(number: int) -> Pending | None:
-            readers, owners = self.steps[number] if number < len(self.steps) else Step({}, {})
-            packed: dict[tuple[View, ...], Tensor] = {}  # equal messages are packed once
+            readers, owners, _ = self.steps[number] if number < len(self.steps) else Step({}, {}, {})
             sends = {}
             for reader, parts in readers.items():
-                rows = tuple(part.rows for part in parts)
-                if rows not in packed:
-                    packed[rows] = pack([[view.of(x) for x in own] for view in rows], shapes_of(parts), fields)
-                sends[reader] = packed[rows]
+                if parts not in packed:
+                    packed.clear()
+                    packed[parts] = pack([rows_of(own, rows, fields) for rows in parts], parts, fields)
+                sends[reader] = packed[parts]
             return self.post(f"hop {number + 1} of the {direction} {self.name}", sends, sizes_of(owners, fields))
 
         pending = post(0)
@@ -136,9 +143,9 @@ class Circulation(ParallelCall):
         self, work: Work, results: Outputs, parts: tuple[Away, ...], message: Tensor, totals: Totals
     ) -> Tensor:
         """dK and dV of an owner's parts as a message to it; adds what they give to dq to the totals."""
-        shapes, fields = shapes_of(parts), self.fields.sums
-        sums = torch.zeros(message_bytes(shapes, fields), dtype=torch.uint8, device=message.device)
-        arrived, made = unpack(message, shapes, self.fields.blocks), unpack(sums, shapes, fields)
+        rows_there, fields = [part.rows for part in parts], self.fields.sums
+        sums = torch.zeros(message_bytes(rows_there, fields), dtype=torch.uint8, device=message.device)
+        arrived, made = unpack(message, rows_there, self.fields.blocks), unpack(sums, rows_there, fields)
         for part, tensors, (dk_all, dv_all) in zip(parts, arrived, made, strict=True):
             for whole in part.blocks:
                 rows = whole.queries
@@ -157,16 +164,7 @@ class Circulation(ParallelCall):
         messages = {} if pending is None else pending.wait()
         for reader, message in messages.items():
             parts = step.readers[reader]
-            for part, some in zip(parts, unpack(message, shapes_of(parts), self.fields.sums), strict=True):
+            for rows, some in zip(parts, unpack(message, parts, self.fields.sums), strict=True):
                 for total, x in zip(totals[1:], some, strict=True):
-                    total[part.rows] = total[part.rows].add_(x) if part.rows in total else x
+                    total[rows] = total[rows].add_(x) if rows in total else x
         self.transport.release(messages)
-
-
-def shapes_of(parts: tuple[Away, ...]) -> list[Shape]:
-    return [shape_of(part.rows) for part in parts]
-
-
-def sizes_of(peers: dict[int, tuple[Away, ...]], fields: Fields) -> dict[int, int]:
-    """The bytes of the message from each."""
-    return {peer: message_bytes(shapes_of(parts), fields) for peer, parts in peers.items()}

@@ -20,7 +20,7 @@ from dilated_attention.branches.base import Rows
 from dilated_attention.branches.union import count_pairs
 from dilated_attention.call import Call
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
-from dilated_attention.ring.messages import Travelling, message_bytes
+from dilated_attention.ring.messages import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
 
 
@@ -39,7 +39,7 @@ def count(call: Call, shards: Shards, pairs: list[int]) -> dict[str, Tally]:
     """``call``: of all tokens; ``pairs``: see `pairs_by_rank`."""
     rows, queries, own = rows_needed(call, shards)
     fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
-    blocks, sums = (message_bytes([(call.samples, 1, 1)], some) for some in (fields.blocks, fields.sums))
+    blocks, sums = (call.samples * row_bytes(some) for some in (fields.blocks, fields.sums))
     totals = own * sums + queries * (sums // 2 * call.q_per_kv)  # dk and dv of rows that travel; dq of their readers
     size = shards.ranks
     rank, place = torch.arange(size, device="cpu").unsqueeze(1), torch.arange(1, size, device="cpu")
@@ -77,7 +77,7 @@ class Needs(NamedTuple):
 
     rows: Tensor  # (reader, owner) of K, that each rank needs of each other one
     queries: Tensor  # (ranks,) that see them
-    own: Tensor  # (ranks,) of K, that others need, each once
+    own: Tensor  # (ranks,) of K, that others need: the most of one rank before, and the most of one after
 
 
 def rows_needed(call: Call, shards: Shards) -> Needs:
@@ -138,22 +138,18 @@ def _in_sequence(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
     shards, n = Shards(cut, (0, cut[-1])), cut[-1]
     starts = torch.tensor(cut, device="cpu")
     needs = Needs(starts.new_zeros(len(cut) - 1, len(cut) - 1), *starts.new_zeros(2, len(cut) - 1))
-    classes = set()
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
         lanes = []
         for head, times in kinds_of_heads(call, index) if first < stop else ():
             seeing, keys = _beyond(call, index, head, range(first, stop), n)
             needs.queries[reader] += times * seeing
             lanes += [(*lane, times) for lane in keys]
-            classes |= {(lane.start % lane.step, lane.step, head, times) for lane in keys}
         if lanes:
             held = shards.holders(min(lane[0] for lane in lanes), max(Rows(*lane[:3]).last for lane in lanes) + 1)
             start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
             before = _before(starts[held.start : held.stop + 1], start, step).clamp(min=0).minimum(length)
             needs.rows[reader, held.start : held.stop] = (times * before.diff(dim=1)).sum(0)
-    for residue, step, _, times in classes:
-        needs.own.add_(times * _before(starts, residue, step).diff())
-    return needs._replace(own=needs.own.minimum(needs.rows.sum(0)))
+    return needs._replace(own=needs.rows.tril().amax(0) + needs.rows.triu().amax(0))
 
 
 def _before(tokens: Tensor, start: Tensor | int, step: Tensor | int) -> Tensor:
@@ -244,7 +240,7 @@ def _pairs_in_segments(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
 def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: list[int]) -> Tally:
     """Ranks compute bundles of heads whole, instead of their own queries."""
     ways = fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients
-    there, back, again, grads = (message_bytes([(call.samples, 1, 1)], some) for some in ways)
+    there, back, again, grads = (call.samples * row_bytes(some) for some in ways)
     found = Tally([], [], [], [], [0] * shards.ranks, [*pairs])
     for rank in range(shards.ranks):
         bundles, mine, others = bundles_of(call, shards, rank), 0, 0  # rows that others compute, and others' rows

@@ -9,7 +9,7 @@ Legend: a part (b, L, h): so many samples, rows of each, and key/value heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from dilated_attention.blocks import View
 from dilated_attention.call import accumulate_dtype
-
-Shape = tuple[int, int, int]  # of a part
 
 
 class Field(NamedTuple):
@@ -58,20 +56,30 @@ class Travelling(NamedTuple):
         )
 
 
-def shape_of(rows: View) -> Shape:
+def shape_of(rows: View) -> tuple[int, int, int]:
     return rows.samples * rows.segments, rows.rows, rows.heads
 
 
-def message_bytes(shapes: Iterable[Shape], fields: Fields) -> int:
-    return sum(map(math.prod, shapes)) * sum(field.bytes_per_row() for field in fields)
+def message_bytes(parts: Iterable[View], fields: Fields) -> int:
+    return sum(math.prod(shape_of(rows)) for rows in parts) * row_bytes(fields)
 
 
-def unpack(message: Tensor, shapes: Sequence[Shape], fields: Fields) -> list[tuple[Tensor, ...]]:
+def sizes_of(peers: Mapping[int, Sequence[View]], fields: Fields) -> dict[int, int]:
+    """The bytes of the message from each."""
+    return {peer: message_bytes(parts, fields) for peer, parts in peers.items()}
+
+
+def row_bytes(fields: Fields) -> int:
+    """Of one key/value head and its query heads."""
+    return sum(field.bytes_per_row() for field in fields)
+
+
+def unpack(message: Tensor, parts: Sequence[View], fields: Fields) -> list[tuple[Tensor, ...]]:
     """Views of a message's bytes: for each part the tensors of its fields, (b, L, heads, ...)."""
     columns, at = [], 0
     for field in fields:
         column = []
-        for samples, rows, heads in shapes:
+        for samples, rows, heads in map(shape_of, parts):
             count = samples * rows * heads * field.bytes_per_row()
             size = samples, rows, heads * field.heads, *field.sizes
             column.append(message[at : at + count].view(field.dtype).view(size))
@@ -80,10 +88,15 @@ def unpack(message: Tensor, shapes: Sequence[Shape], fields: Fields) -> list[tup
     return [*zip(*columns, strict=True)]
 
 
-def pack(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Shape], fields: Fields) -> Tensor:
-    """One message of tensors that may be views with any strides."""
-    message = torch.empty(message_bytes(shapes, fields), dtype=torch.uint8, device=parts[0][0].device)
-    for places, tensors in zip(unpack(message, shapes, fields), parts, strict=True):
-        for place, x in zip(places, tensors, strict=True):
+def pack(tensors: Sequence[Sequence[Tensor]], parts: Sequence[View], fields: Fields) -> Tensor:
+    """One message: for each part the tensors of its fields, which may be views with any strides."""
+    message = torch.empty(message_bytes(parts, fields), dtype=torch.uint8, device=tensors[0][0].device)
+    for places, some in zip(unpack(message, parts, fields), tensors, strict=True):
+        for place, x in zip(places, some, strict=True):
             place.copy_(x)
     return message
+
+
+def rows_of(tensors: Sequence[Tensor], rows: View, fields: Fields) -> list[Tensor]:
+    """A part of (B, n, H, ...) tensors, one per field."""
+    return [rows.of(x, field.heads) for x, field in zip(tensors, fields, strict=True)]
