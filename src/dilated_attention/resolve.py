@@ -220,9 +220,7 @@ def checked_start(inputs: Inputs, options: Options) -> int:
             got = f"{positions.dtype} of shape {tuple(positions.shape)}"
             raise ValueError(f"query_offset must be {wanted}, got {got}")
         if positions.device != query.device:
-            raise ValueError(
-                f"query_offset is on {positions.device} and query on {query.device}: move it, or give an int"
-            )
+            raise ValueError(f"query_offset is on {positions.device} and query on {query.device}: move it")
         return ON_DEVICE
     if offset is None or isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"query_offset must be an int or a tensor, got {offset!r}")

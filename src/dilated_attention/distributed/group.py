@@ -146,9 +146,7 @@ class GroupTransport:
     def _check_usable(self) -> None:
         """Raise if an earlier step over the group failed: messages may still be on their way in it."""
         if self.group in _failures:
-            raise CommunicationError(
-                f"this process group failed before ({_failures[self.group]}): make a new one on all ranks, or restart"
-            )
+            raise CommunicationError(f"this process group failed before ({_failures[self.group]}): make a new one")
 
     def _on_wire(self, count: int) -> Tensor:
         """Memory for a message; torch keeps page-locked memory and that of a device, and gives it out again."""

@@ -82,10 +82,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
         share, rest = divmod(self.num_kv_heads, mesh.size())
         if rest:
-            raise ValueError(
-                f"{self.num_kv_heads} key/value heads cannot be divided evenly among the {mesh.size()} ranks of the "
-                "heads axis: make num_heads and num_kv_heads multiples of its size, or make that axis smaller"
-            )
+            raise ValueError(f"{self.num_kv_heads} key/value heads cannot be divided evenly among {mesh.size()} ranks")
         self.held_heads = mesh.get_local_rank() * share, self.num_kv_heads
         self.over_heads = ContextParallel(mesh)  # which a copy of the module shares: a group cannot be copied
         plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
@@ -145,10 +142,7 @@ def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> D
     if len({*known}) < 3:
         raise ValueError(f"data, sequence and heads must name three different axes, got {known}")
     if names is None or not {*names} <= {*known}:
-        raise ValueError(
-            f"the mesh has axes {names}, and all must have names out of {known}: pass mesh_dim_names to "
-            "init_device_mesh(), slice the mesh, or name its axes with data=, sequence= and heads="
-        )
+        raise ValueError(f"the mesh has axes {names}, and all must have names out of {known}: rename them")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")
     return mesh

@@ -89,10 +89,7 @@ class MultiheadDilatedAttention(Core):
         self.embed_dim, self.num_heads = check_int("embed_dim", embed_dim), check_int("num_heads", num_heads)
         self.num_kv_heads = check_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}: every head takes an "
-                "equal part of a token"
-            )
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("batch_first", batch_first)):
             check_flag(name, flag)
         if dtype not in (None, *DTYPES):

@@ -86,10 +86,7 @@ def module_ranks(
     """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
     parallel = ContextParallel() if group is None else ContextParallel.of(group)
     if name and parallel.exchange not in (None, exchange):
-        raise ValueError(
-            f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
-            "out, or call dilated_attention(), which takes every exchange"
-        )
+        raise ValueError(f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}")
     other = parallel.use_checkpointing
     if {use_checkpointing, other} == {True, False}:
         raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {other!r} in ContextParallel: give it once")
