@@ -206,7 +206,10 @@ def test_our_kernels_are_counted_where_they_run(monkeypatch: pytest.MonkeyPatch)
     workload = Workload(2**20, 12, 64)
     cost, over_ranks = workload.cost(PATTERN), replace(workload, ranks=2)
     assumed, blockwise = workload.need(cost), over_ranks.need(cost)
+    union = workload.cost(Pattern.suggest(2**20, 12, is_causal=True))
+    assumed_of_union = workload.need(union)
     gpu(monkeypatch)
+    assert workload.need(union) < assumed_of_union
     assert workload.need(cost) < assumed
     assert over_ranks.need(cost) == blockwise, "our own kernels run on one device only"
 
