@@ -56,16 +56,15 @@ FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of sh
 Row = Sequence[Any]
 
 
-def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
-    """Write the files, return them, and ``say`` what was written and what was left out. Plots are seen on the page."""
-    written = [folder / "results.csv"]
-    charts.write(written[0], csv_text(results["measurements"]).encode())
-    say(f"written: {written[0]}")
+def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = print) -> None:
+    """Write the files, and ``say`` which and what was left out. Plots are seen on the page."""
+    charts.write(folder / "results.csv", csv_text(results["measurements"]).encode())
+    say(f"written: {folder / 'results.csv'}")
     try:
         charts.library("vl_convert", "the page needs")
     except ModuleNotFoundError as error:
         say(f"{error}, then run: dilated-attention report {folder}")
-        return written
+        return
     for name, picture in plots.pictures(results).items():
         files = [folder / "plots" / f"{name}.{kind}" for kind in ("svg", "png")]
         if picture is None:
@@ -75,10 +74,8 @@ def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = 
         else:
             charts.write(files[0], plots.svg(picture))
             charts.write(files[1], charts.drawn(picture, ".png", scale=1.5))
-            written += files
     charts.write(folder / "index.html", page(results).encode())
     say(f"written: {folder / 'index.html'}")
-    return [*written, folder / "index.html"]
 
 
 def page(results: Record) -> str:
