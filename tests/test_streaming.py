@@ -98,7 +98,7 @@ def held_while_streaming(pattern: DilatedPattern, chunk: int, count: int, **opti
 
 ROW = 3 * 8 * 4  # bytes of one token in q, k or v: H = 3, D = 8, float32
 WAITING = (128 * 3 + 2 * (50 + 64)) * ROW
-NUMBERS = 4096  # about the branches and the slots, for each size that the room has had
+NUMBERS = 5000  # about the branches and the slots, for each size that the room has had
 FAR = 2 * ROW * (16 + 7 * 30 // 64 + 1)
 longnet, torchscale = DilatedPattern.longnet, DilatedPattern.torchscale
 HELD: dict[str, tuple[DilatedPattern, int, int, dict[str, Any], int, int]] = {  # chunks, options, least and most bytes

@@ -19,8 +19,8 @@ from tests.integrations import hf
 class Pair:
     """The same calls with a cache that keeps everything, and with ours."""
 
-    def __init__(self, **given: Tensor) -> None:
-        self.model = hf.model_of()
+    def __init__(self, name: str = "llama", **given: Tensor) -> None:
+        self.model = hf.model_of(name)
         self.caches = DynamicCache(config=self.model.config), DilatedCache(self.model.config)
         self.mask = given.pop("attention_mask", torch.ones_like(given["input_ids"]))
         self.run(given["input_ids"], self.mask)
@@ -50,12 +50,16 @@ def more(samples: int, count: int, seed: int = 5) -> Tensor:
     return torch.randint(1, 40, (samples, count), generator=torch.Generator().manual_seed(seed))
 
 
-PADDED = pytest.mark.parametrize("given", [hf.batch("left"), {"input_ids": hf.tokens()}], ids=["padded", "alike"])
+PADDED = pytest.mark.parametrize(
+    "given",
+    [hf.batch("left"), {"input_ids": hf.tokens()}, {"name": "qwen3", **hf.batch("left")}],
+    ids=["padded", "alike", "union"],
+)
 
 
 @PADDED
 @pytest.mark.parametrize("samples", [[2, 0, 0], [1]], ids=str)
-def test_samples_are_chosen_and_repeated(given: dict[str, Tensor], samples: list[int]) -> None:
+def test_samples_are_chosen_and_repeated(given: dict[str, Any], samples: list[int]) -> None:
     for operation in ("reorder_cache", "batch_select_indices"):
         pair, index = Pair(**given), torch.tensor(samples)
         pair.both(operation, index)
@@ -69,7 +73,7 @@ def test_samples_are_chosen_and_repeated(given: dict[str, Tensor], samples: list
 
 @PADDED
 @pytest.mark.parametrize("tokens_to_remove", [1, 4, 6])
-def test_the_last_chunk_can_be_cropped(given: dict[str, Tensor], tokens_to_remove: int) -> None:
+def test_the_last_chunk_can_be_cropped(given: dict[str, Any], tokens_to_remove: int) -> None:
     """Exactly, over the border of a segment as well, and again and again."""
     pair = Pair(**given)
     pair.run(more(3, 1))
@@ -86,7 +90,7 @@ def test_the_last_chunk_can_be_cropped(given: dict[str, Tensor], tokens_to_remov
 
 
 @PADDED
-def test_a_single_token_can_be_cropped(given: dict[str, Tensor]) -> None:
+def test_a_single_token_can_be_cropped(given: dict[str, Any]) -> None:
     """Its row was written already. Another token comes in its place, or several, at every place of a segment."""
     pair = Pair(**given)
     for at in range(20):

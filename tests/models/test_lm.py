@@ -360,7 +360,7 @@ def greedy(model: Any, prompt: Tensor, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefill"), [*[(name, 1000) for name in OPTIONS], ("paper", 6), ("sinks", 1)], ids=str
+    ("name", "prefill"), [*[(name, 1000) for name in OPTIONS], ("paper", 6), ("sinks", 1), ("unions", 5)], ids=str
 )
 def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None:
     """Prompts of different lengths; together they go over more than two of the longest segments."""

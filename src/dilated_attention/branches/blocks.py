@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -62,10 +63,9 @@ class Blocks(Branch):
         return cls(size, _random(count, per_row, seed, is_causal, fixed))
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
-        last = max(map(max, self.pairs)) + 1  # of the blocks beyond the listed ones none sees another
-        listed = torch.zeros(last + 1, last + 1, dtype=torch.bool)
-        listed[tuple(torch.tensor(self.pairs).T)] = True
-        return listed.to(query.device)[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]
+        listed = _listed(tuple(self.pairs), query.device)
+        last = len(listed) - 1
+        return listed[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """Blocks that are equally far from their keys are one rectangle, repeated."""
@@ -116,6 +116,16 @@ class Dense(Branch):
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return []
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(pairs: Pairs, device: torch.device) -> Tensor:
+    """Which blocks see which; of those beyond the listed ones, for which the last row stands, none sees another."""
+    with torch.inference_mode(False):
+        count = max(map(max, pairs)) + 2
+        listed = torch.zeros(count, count, dtype=torch.bool)
+        listed[tuple(torch.tensor(pairs).T)] = True
+        return listed.to(device)
 
 
 def _by_distance(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:

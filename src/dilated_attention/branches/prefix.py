@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Global(Branch):
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         if isinstance(self.tokens, int):
             return (query < self.tokens) | (key < self.tokens)
-        tokens = torch.tensor(self.tokens, device=query.device)
+        tokens = _listed(tuple(self.tokens), query.device)
         return torch.isin(query, tokens) | torch.isin(key, tokens)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
@@ -110,6 +111,13 @@ class Global(Branch):
         if isinstance(self.tokens, int):
             return Kept(most=self.tokens)
         return Kept(most=max(self.tokens, default=-1) + 1, asks=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once: while a CUDA graph is captured, nothing may be."""
+    with torch.inference_mode(False):
+        return torch.tensor(tokens, device=device)
 
 
 def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:

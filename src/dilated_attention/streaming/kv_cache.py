@@ -78,7 +78,7 @@ class KVCache:
         """Of each table; there are none before the first is needed."""
         samples, _, dim = self.like.shape
         with any_mode():
-            return [self.like.new_zeros(2, samples, len(x.heads), x.borders[-1], dim) for x in self.tables]
+            return [self.like.new_zeros(2, samples, len(x.heads), len(x.number), dim) for x in self.tables]
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
@@ -88,8 +88,8 @@ class KVCache:
         self.tokens = min(max(tokens, 2 * self.tokens), self.full)
         with any_mode():
             for new, table, x, before in zip(self.tables, tables, self.rows, old, strict=True) if old else ():
-                for at, begin, end in zip(new.borders, table.borders, table.borders[1:], strict=False):
-                    x[:, :, :, at : at + end - begin] = before[:, :, :, begin:end]
+                for some, kept in zip(torch.split(x, new.sizes, 3), torch.split(before, table.sizes, 3), strict=True):
+                    some[:, :, :, : kept.shape[3]] = kept
 
     @property
     def nbytes(self) -> int:
@@ -146,19 +146,13 @@ class KVCache:
         """One token per sample, on the device: the host waits for nothing."""
         samples, _, heads, dim = q.shape
         query, new = q.reshape(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
-        parts = []
-        for table, rows, (index, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
+        out = torch.zeros_like(query)
+        lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+        for table, rows, (place, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
+            here, pick = (slice(None), *place), table.pick
             with any_mode():
-                place = slice(None), *index
-                rows[place] = torch.where(absent, rows[place], new[:, :, table.pick, None])
-            parts.append((table, *_seen(query[:, table.pick], rows, hidden, scale, backend)))
-        if len(parts) == 1 and len(self.tables[0].heads) == self.kv_heads:
-            _, out, lse = parts[0]
-        else:
-            out = torch.zeros_like(query)
-            lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
-            for table, part, part_lse in parts:
-                out[:, table.pick], lse[:, table.pick] = part, part_lse
+                rows[here] = torch.where(absent, rows[here], new[:, :, pick, None])
+            out[:, pick], lse[:, pick] = _seen(query[:, pick], rows, hidden, scale, backend)
         return out.view(q.shape), lse.view(samples, 1, heads)
 
     def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:

@@ -8,8 +8,7 @@ Legend: at (B,) the position of the next token of each sample; h heads that have
 from __future__ import annotations
 
 import functools
-import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,28 +35,24 @@ class Table:
     ) -> None:
         """``branches``: by their numbers in the pattern. ``tokens``: there is room for sequences so long."""
         self.heads, self.branches, self.once = heads, branches, pattern.counts == "once"
-        self.kept: list[list[Kept]] = [[branch.kept(head) for branch in branches.values()] for head in heads]
-        counts = [[one.rows(tokens) for one in mine] for mine in self.kept]
-        sizes = [max(1, *some) for some in zip(*counts, strict=True)]
-        self.borders = [*itertools.accumulate(sizes, initial=0)]
-        numbers = [
-            [(begin, count, one.offset, one.step, one.period, one.period if one.anew else FOREVER, one.among)
-             for begin, count, one in zip(self.borders, some, mine, strict=False)]
-            for some, mine in zip(counts, self.kept, strict=True)
-        ]  # fmt: skip
+        kept = [[branch.kept(head) for branch in branches.values()] for head in heads]
+        self.asks = [one.asks for one in kept[0]]
         with torch.inference_mode(False):
-            self.numbers = torch.tensor(numbers, device=device).permute(2, 0, 1)  # (7, h, b)
             self.head = torch.tensor(heads, device=device)
-            self.number = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+            self.kept: Any = Kept(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
+            self.count = torch.tensor([[one.rows(tokens) for one in some] for some in kept], device=device)
+            sizes = self.count.amax(0).clamp(min=1)
+            self.begin, self.sizes = sizes.cumsum(0) - sizes, sizes.tolist()
+            self.number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)  # (S,) the branch of a slot
         neighbours = heads[-1] - heads[0] == len(heads) - 1
         self.pick = slice(heads[0], heads[-1] + 1) if neighbours else self.head  # of all heads
 
     def spread(self) -> Tensor:
         """Of each slot, (2, h, S): how far its token is from that of the branch's first slot, and from its next one."""
-        begin, count, _, step, period, *_ = self.numbers[:, :, self.number]
-        row = torch.arange(len(self.number), device=begin.device) - begin
-        here = row < count  # other heads may have more rows: a slot that is never filled is far away
-        return torch.stack((torch.where(here, row * step, FOREVER // 2), torch.where(here, period, FOREVER)))
+        row = torch.arange(len(self.number), device=self.begin.device) - self.begin[self.number]
+        here = row < self.count[:, self.number]  # other heads may have more rows: one that is never filled is far away
+        after = torch.where(here, row * self.kept.step[:, self.number], FOREVER // 2)
+        return torch.stack((after, torch.where(here, self.kept.period[:, self.number], FOREVER)))
 
     _spread = functools.cached_property(spread)
 
@@ -68,51 +63,50 @@ class Table:
 
     def slot(self, at: Tensor, count: Tensor | None) -> Slot:
         """Of the next token; none where the count is 0."""
-        at = at[:, None, None]
-        begin, most, offset, step, period, segment, among = self.numbers
-        place = (at - offset) % period
-        row = place // step
-        absent = (place % step != 0) | (row >= most)
+        at, kept = at[:, None, None], self.kept
+        place = (at - kept.offset) % kept.period
+        row = place // kept.step
+        absent = (place % kept.step != 0) | (row >= self.count)
         if count is not None:
             absent |= (count == 0)[:, None, None]
-        since = (at % segment).masked_fill(absent & (among > 0), -1)
+        since = torch.where(kept.anew > 0, at % kept.period, at).masked_fill(absent & (kept.among > 0), -1)
         distance = self.distance(place, self._spread)
         hidden = distance > since[:, :, self.number]
-        if self.once or any(one.asks for one in self.kept[0]):
+        if self.once or any(self.asks):
             self._ask(at, (at - distance).clamp(min=0), hidden)
         if count is not None:
             hidden |= (count == 0)[:, None, None]
         sample, head = (torch.arange(size, device=at.device) for size in absent.shape[:2])
-        column = begin + row.masked_fill(absent, 0)
+        column = self.begin + row.masked_fill(absent, 0)
         return Slot((sample[:, None, None], head[:, None], column), absent.unsqueeze(3), hidden)
 
     def _ask(self, at: Tensor, token: Tensor, hidden: Tensor) -> None:
         """Hide what only a branch's definition can tell, and what an earlier branch shows, where it counts."""
-        head = self.head.unsqueeze(1)
-        for number, (branch, one) in enumerate(zip(self.branches.values(), self.kept[0], strict=True)):
-            begin, end = self.borders[number : number + 2]
-            if one.asks:
+        head, end = self.head.unsqueeze(1), 0
+        for branch, asks, size in zip(self.branches.values(), self.asks, self.sizes, strict=True):
+            begin, end = end, end + size
+            if asks:
                 hidden[:, :, begin:end] |= ~branch.sees(head, at, token[:, :, begin:end])
-            if self.once and end < self.borders[-1]:
+            if self.once and end < len(self.number):
                 hidden[:, :, end:] |= branch.sees(head, at, token[:, :, end:])
 
     def written(self, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which slots have some of the tokens [first, stop) then: the places of their heads here, the slots, and which
         of these tokens."""
-        _, _, offset, _, period, *_ = self.numbers
-        distance = self.distance((stop - 1 - offset) % period, self.spread())
+        distance = self.distance((stop - 1 - self.kept.offset) % self.kept.period, self.spread())
         head, slot = (distance < stop - first).nonzero(as_tuple=True)
         return head, slot, stop - first - 1 - distance[head, slot]
 
     def slots_of(self, view: View, branch: int, mine: list[int]) -> tuple[Tensor, Tensor]:
         """Rows of a branch, as a view of all tokens: of some of its heads the places here, (h, 1, 1), and the slots,
         (h, segments, rows)."""
-        place = torch.tensor([self.heads.index(view.head + i * view.head_step) for i in mine], device=self.head.device)
-        begin, _, offset, step, period, *_ = self.numbers[:, place, [*self.branches].index(branch), None, None]
-        head = torch.tensor(mine, device=place.device)[:, None, None]
-        segment, row = (torch.arange(size, device=place.device) for size in (view.segments, view.rows))
+        device, number = self.head.device, [*self.branches].index(branch)
+        place = torch.tensor([self.heads.index(view.head + i * view.head_step) for i in mine], device=device)
+        one = Kept(*(x[place, number, None, None] for x in self.kept))
+        head = torch.tensor(mine, device=device)[:, None, None]
+        segment, row = (torch.arange(size, device=device) for size in (view.segments, view.rows))
         token = view.token + head * view.token_step + segment[:, None] * view.segment_step + row * view.row_step
-        return place[:, None, None], begin + (token - offset) % period // step
+        return place[:, None, None], self.begin[number] + (token - one.offset) % one.period // one.step
 
 
 @functools.lru_cache(maxsize=32)
