@@ -343,7 +343,7 @@ def over_ranks(name: str) -> list[str]:
     return [what for what, is_right in right.items() if not is_right]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen")])
+@pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen"), (2, "unions")])
 def test_losses_and_gradients_are_those_of_one_device(ranks: int, name: str) -> None:
     assert pool(ranks).run(over_ranks, name) == [[]] * ranks
 

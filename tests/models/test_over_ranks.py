@@ -12,7 +12,7 @@ from torch import Tensor
 from dilated_attention import shard_sequence
 from dilated_attention.models import SlideEncoder
 from dilated_attention.ranks import pool
-from tests.models.golden import COORDS, PATTERN, TILES, gradients, small
+from tests.models.golden import COORDS, PATTERN, TILES, UNION, gradients, small
 from tests.over_ranks import changed, raised, world
 
 
@@ -33,7 +33,9 @@ def over_ranks(make: Callable[..., SlideEncoder], options: dict[str, Any], tiles
 
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_a_slide_over_ranks_is_the_slide(global_pool: bool) -> None:
-    options = {"global_pool": global_pool, "checkpoint_activations": global_pool}
+    options: dict[str, Any] = {"global_pool": global_pool, "checkpoint_activations": global_pool}
+    if global_pool:
+        options["pattern"] = UNION
     model = plain(**options)
     layers = model(TILES, COORDS, all_layer_embed=True)
     sum(x.square().sum() for x in layers).backward()
@@ -46,7 +48,7 @@ def test_a_slide_over_ranks_is_the_slide(global_pool: bool) -> None:
 
 
 def plain(**options: Any) -> SlideEncoder:
-    return changed(small(pattern=PATTERN, **options).double())
+    return changed(small(**{"pattern": PATTERN, **options}).double())
 
 
 def without_a_part_over_ranks(mask: Tensor) -> tuple[list[Tensor], list[str]]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from dilated_attention import functional
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import accumulate_dtype
-from dilated_attention.models.layers import SelfAttention
 from dilated_attention.resolve import Options
 
 Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
@@ -63,10 +62,10 @@ def attention_map(
     pattern, row, heads = attention.pattern, row_of(query, tokens - 1), attention.num_heads
     which = range(len(layers)) if layer is None else [_index("layer must be", layer, -len(layers), len(layers))]
     some = slice(None) if head is None else _index("head must be", head, -heads, heads)
-    asked = {"num_tokens": tokens, "num_heads": heads}
-    counts = [pattern.zero_keys(row, index, **asked) if pattern.adds_zeros else 0 for index in range(heads)]
-    zero_keys, found = states[0].new_tensor(counts, dtype=accumulate_dtype(states[0].dtype)), []
-    one = torch.ones_like(zero_keys[:1])
+    zero_keys = torch.zeros(heads, dtype=accumulate_dtype(states[0].dtype), device=states[0].device)
+    for index in range(heads) if pattern.adds_zeros else ():
+        zero_keys[index] = pattern.zero_keys(row, index, num_tokens=tokens, num_heads=heads)
+    one, found = torch.ones_like(zero_keys[:1]), []
     for number in which:
         weights, lse = _weights_of_keys(layers[number], states[number], one, row)
         zeros = (zero_keys * (-lse[0, 0]).exp()).masked_fill(zero_keys == 0, 0.0)  # their score is 0
@@ -91,7 +90,7 @@ def _weights_of_keys(layer: Any, x: Tensor, row: Tensor, first: int = 0) -> tupl
 
     It is the gradient of the attention's output with respect to its values, for r as the output's: A is never made.
     """
-    attention: SelfAttention = layer.self_attn
+    attention = layer.self_attn
     q, k, _ = (part.to(row.dtype) for part in attention.project(layer.self_attn_layer_norm(x)))
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
         q, k = q[:, first : first + len(row)].clone(), k.clone()

@@ -19,6 +19,7 @@ from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.kv_cache import KVCache
 from dilated_attention.streaming.slots import Slot
 
+Prompts = Tensor | Sequence[Tensor | Sequence[int]]  # one each, perhaps of different lengths
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
 
@@ -81,7 +82,7 @@ class Decoder:
 
 @torch.no_grad()
 def generate_tokens(
-    model: Trunk, prompt: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, *, temperature: float = 0.0,
+    model: Trunk, prompt: Prompts, max_new_tokens: int, *, temperature: float = 0.0,
     top_k: int | None = None, top_p: float | None = None, stop: int | None = None,
     generator: torch.Generator | None = None, prefill: int = 32_768, cuda_graph: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -132,7 +133,7 @@ def generate_tokens(
     return found
 
 
-def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(prompt: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
     prompts = [torch.as_tensor(ids, device=device) for ids in prompt]
     if not prompts or any(ids.dim() != 1 or not len(ids) or ids.is_floating_point() for ids in prompts):

@@ -20,6 +20,7 @@ from dilated_attention.checks import check_int
 from dilated_attention.resolve import computed_dtype, cu_seqlens_on_host
 
 IGNORED = -100  # as in PyTorch
+Gradients = tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]  # and what they were computed from
 NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entropy of the model's logits for that"
 
 
@@ -106,7 +107,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once(NOT_TWICE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         states, weight, labels = ctx.saved_tensors
         factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
         _, dstates, dweight = _gradients(states, weight, labels, ctx.chunk, ctx.needs_input_grad[1], factor)
@@ -124,7 +125,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once(NOT_TWICE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         dstates, dweight, states, weight = ctx.saved_tensors
         return (dstates * grad, (dweight * grad).to(weight.dtype), None, None), (states, weight)
 

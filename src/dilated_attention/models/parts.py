@@ -26,7 +26,7 @@ def is_long(x: Tensor) -> bool:
 
 def in_parts(step: Step, inputs: Tensors, weights: Iterable[Tensor], again: bool = False) -> Tensors:
     """step(*inputs), in parts if they are long. Where a gradient is wanted, that is done only if ``again``: then the
-    backward pass computes each part again. ``weights`` are all those of the step."""
+    backward pass computes each part again. ``weights``: all those of the step; others are left alone."""
     if not is_long(inputs[0]):
         return step(*inputs)
     trained = [weight for weight in weights if weight.requires_grad]

@@ -20,7 +20,7 @@ from dilated_attention.checks import warn
 
 PIXELS = ("", "px", "pixel", "pixels")
 MICRONS = ("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers", "micrometre", "micrometres")
-TileSize = int | float | Sequence[int] | Sequence[float] | Tensor  # one, or one for each slide
+TileSize = float | Sequence[float] | Tensor  # one, or one for each slide
 
 
 def cells(
@@ -101,10 +101,10 @@ def plain(value: Any) -> Any:
 
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:
-    wanted = f"tile_size must be a number of pixels above 0, or one for each of {slides} slides, got {tile_size!r}"
     sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
     if len(sides) not in (1, slides) or not bool(((sides > 0) & sides.isfinite()).all()):
-        raise ValueError(wanted)
+        wanted = f"a number of pixels above 0, or one for each of {slides} slides"
+        raise ValueError(f"tile_size must be {wanted}, got {tile_size!r}")
     return sides.expand(slides)
 
 

@@ -27,7 +27,7 @@ from dilated_attention.models.positions import TileSize
 from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import Options, check_options
 
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS = {
     "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
     "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
     "gigapath_slide_enc24l1024d": {"in_chans": 1536, "embed_dim": 1024, "depth": 24},

@@ -43,7 +43,7 @@ class LongNet(nn.Module):
     ) -> None:  # fmt: skip
         """Makes the parts that ``state`` has weights for. `from_torchscale` also loads them."""
         super().__init__()
-        ffn_dim, embed_dim = state["layers.0.ffn.fc1.weight"].shape
+        ffn_dim, embed_dim = weights.matrix(state, "layers.0.ffn.fc1.weight", "the state dict")
         self.embed_scale = math.sqrt(embed_dim) if scale_embedding else 1.0
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
@@ -71,7 +71,6 @@ class LongNet(nn.Module):
         ``scale_embedding`` (the opposite of its ``no_scale_embedding``), ``dropout``, ``drop_path_rate``, ``backend``.
         """
         state, said = weights.read(source)
-        weights.matrix(state, "layers.0.ffn.fc1.weight", said)
         pattern = DilatedPattern.torchscale(segment_lengths, dilation_rates)
         model = weights.load(partial(cls, state, num_heads, pattern, **options), state, said)
         tokens, output = model.embed_tokens, model.output_projection
@@ -136,9 +135,9 @@ def longvit_encoder(
         sizes = ", ".join(map(str, LONGVIT_SEGMENTS))
         raise ValueError(f"image_size must be one that LongViT was made for, {sizes}, got {image_size}")
     state = {re.sub(r"^(module\.)?(backbone\.)?", "", name): x for name, x in weights.read(source)[0].items()}
-    layers = {name.removeprefix("encoder."): x for name, x in state.items() if name.startswith("encoder.")}
+    layers = {name.removeprefix("encoder."): state.pop(name) for name in [*state] if name.startswith("encoder.")}
     encoder = LongNetEncoder.from_torchscale(
         layers, num_heads=num_heads, segment_lengths=LONGVIT_SEGMENTS[image_size], dilation_rates=(1, 2, 4, 8, 16),
         **options,
     )  # fmt: skip
-    return encoder, {name: x for name, x in state.items() if not name.startswith("encoder.")}
+    return encoder, state

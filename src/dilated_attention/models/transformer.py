@@ -30,7 +30,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) 
 
 # Modules that draw numbers only at one of RATES. (nn.RReLU needs none, but PyTorch itself cannot checkpoint it.)
 CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")
-BEFORE = ("attention_norm.", "qkv.", "q_norm.", "k_norm.")  # the parts of a block that come before attention
 NORMS: dict[str, Any] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 RATES = ("p", "dropout", "drop_path")  # of what is dropped
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
@@ -101,7 +100,7 @@ class LMConfig:
         for name, default in defaults.items():
             given = getattr(self, name)
             object.__setattr__(self, name, check_int(name, default if given is None else given))
-        for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", tuple(NORMS))):
+        for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", NORMS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.rotary_base is not None:
@@ -172,7 +171,7 @@ def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tens
         angles = positions[..., None, None] * rates
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    return in_parts(waves, (positions if positions.dim() > 1 else positions.unsqueeze(0),), ())
+    return in_parts(waves, (torch.atleast_2d(positions),), ())  # type: ignore[no-untyped-call]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -209,11 +208,8 @@ class TransformerBlock(nn.Module):
         if not (apart or (again and is_long(x))):
             return self._run(whole, x, attend, waves)
         first, given = partial(self._run, before), (x, *waves)
-        weights: tuple[list[Tensor], list[Tensor]] = [], []  # of what comes before attention, and after it
-        for name, weight in self.named_parameters():
-            weights[not name.startswith(BEFORE)].append(weight)
-        q, k, v = in_parts(first, given, weights[0], again) if is_late else first(*given)
-        return in_parts(partial(self._run, after), (x, self.attended(attend(q, k, v))), weights[1], again)[0]
+        q, k, v = in_parts(first, given, self.parameters(), again) if is_late else first(*given)
+        return in_parts(partial(self._run, after), (x, self.attended(attend(q, k, v))), self.parameters(), again)[0]
 
     def attended(self, found: tuple[Tensor, Tensor]) -> Tensor:
         """What attention gives, with the sinks."""

@@ -34,7 +34,6 @@ EMBEDDING = "features"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what no other slide could be written after
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet computes, if a text begins with it
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
-Files = dict[str, bytes]  # by their endings
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
 
 
@@ -197,7 +196,7 @@ def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> lis
     return [*found.cpu()]
 
 
-def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> None:
+def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: dict[str, bytes]) -> None:
     """The result first: it says which files beside it are ours, also if this is interrupted."""
     before = str(files.written(job.result(slide), ())[1].get("beside", "")).split()
     attributes = {
@@ -216,7 +215,7 @@ def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> Non
 
 def write_table(job: Job, outcome: Outcome, file: Path) -> int:
     """One row per slide: its name, tiles and embedding, as .csv. Returns the number of rows."""
-    rows: list[list[Any]] = [["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))]]
+    rows: list[Any] = [["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))]]
     for slide in sorted([*outcome.kept, *outcome.encoded], key=lambda slide: slide.name):
         with _reported(slide.path, outcome):
             found: Any = files.written(job.result(slide), [EMBEDDING])[0].get(EMBEDDING)

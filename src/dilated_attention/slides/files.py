@@ -80,8 +80,7 @@ def look(path: Path, tile_size: float | None = None) -> Slide:
             raise BadFile(f"coords are {coords.dtype}: pixels must be integers, float32 or float64")
         if not tiles:
             raise BadFile("it has no tiles")
-        attributes = {**file.attrs, **features.attrs, **coords.attrs}
-        said = {name: positions.plain(value) for name, value in attributes.items()}
+        said = _plain({**file.attrs, **features.attrs, **coords.attrs})
         return Slide(path, tiles, channels, *_scale(said, tile_size), said, stamp(path))
 
 
@@ -137,9 +136,13 @@ def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str,
     try:
         with _opened(path) as file:
             arrays = {name: file[name][()] for name in names if name in file}
-            return arrays, {name: positions.plain(value) for name, value in file.attrs.items()}
+            return arrays, _plain(file.attrs)
     except BadFile:
         return {}, {}  # not one of ours
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: positions.plain(value) for name, value in attributes.items()}
 
 
 @contextlib.contextmanager

@@ -181,10 +181,12 @@ def beside(
 
 
 def thumbnail_of(slide: Slide, folder: Path) -> Thumbnail:
-    width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
+    size: Any = [slide.attributes.get(name) for name in ("level0_width", "level0_height")]
     files = [file for ending in PICTURES if (file := folder / f"{slide.name}{ending}").is_file()]
     if not files:
         raise BadFile(f"there is no picture {slide.name}.png or .jpg in {folder}")
-    if not all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
-        raise BadFile(f"its level0_width and level0_height are {width!r} and {height!r}: it needs the size in pixels")
-    return Thumbnail(files[0], float(width), float(height))  # type: ignore[arg-type]
+    if not all(isinstance(side, int | float) and 0 < side < math.inf for side in size):
+        raise BadFile(
+            f"its level0_width and level0_height are {size[0]!r} and {size[1]!r}: it needs the size in pixels"
+        )
+    return Thumbnail(files[0], *size)

@@ -74,7 +74,7 @@ def read_grid(
 ) -> Grid:
     """The grid of a call, or an error if something is asked for that cannot be honoured."""
     for name, what in refused.items():
-        if isinstance(options.get(name), Tensor) or options.get(name):
+        if isinstance(given := options.get(name), Tensor) or given:
             raise ValueError(f"dilated attention cannot honour {what}")
     if options.get("is_causal") is False:
         raise ValueError(NOT_CAUSAL)

@@ -123,7 +123,7 @@ class DilatedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """What is held."""
-        return (0 if self.last is None else self.last.kv.nbytes) + (0 if self.kept is None else self.kept.nbytes)
+        return sum(held.nbytes for held in (self.last and self.last.kv, self.kept) if held is not None)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

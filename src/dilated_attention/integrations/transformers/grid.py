@@ -121,7 +121,7 @@ def grid_mask(
             if width < end or width > kv_length == end:  # that of a static cache, which has more room, may be longer
                 there = f"there are {end - q_length} tokens in the cache and {q_length} new ones"
                 raise ValueError(f"attention_mask has {width} columns, and {there}: it must have a column for each")
-        mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width))).bool()
+        mask = F.pad(attention_mask, (0, kv_length - width)).bool()  # to the keys: cut, where it is longer
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
             column = torch.arange(kv_length, device=mask.device)
             real, order = mask[:, q_offset + column[:q_length]], _real_first(mask & (column < q_offset + q_length))

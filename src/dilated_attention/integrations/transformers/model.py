@@ -41,7 +41,8 @@ RENAMED = {
     "tied": "tie_word_embeddings",
 }  # fmt: skip
 REFUSED = attention.REFUSED | {
-    **{name: f"{name}: the config and the weights of LongNet say how it attends" for name in ("dropout", "scaling")},
+    "dropout": "dropout: the config and the weights of LongNet say how it attends",
+    "scaling": "scaling: the config and the weights of LongNet say how it attends",
     "s_aux": "s_aux: LongNet has sinks of its own",
     "output_hidden_states": "output_hidden_states: call model.lm.states() for the last ones",
 }
