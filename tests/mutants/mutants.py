@@ -510,7 +510,7 @@ MUTANTS = [
     M("cost-one-receiver-too-many", "plan_cost() counts a causal rank's own rows as received.", "ring/counts.py",
       "others.tril(-1)", "others.tril(0)"),
     M("cost-of-one-held-block", "plan_cost() counts one held step in a ring instead of two.", "ring/counts.py",
-      'at_once = 2 if name == "ring" else 1', "at_once = 1"),
+      '("ring", 2)', '("ring", 1)'),
     M("auto-takes-what-does-not-fit", "exchange='auto' takes an exchange that holds too much.", "ring/cost.py",
       "if name == \"ring\" or exchanges[name].held <= MOST_HELD * memory.saved]", "]"),
     M("true-taken-for-one", "After a call with scale=1.0, scale=True is taken for it.", "resolve.py",

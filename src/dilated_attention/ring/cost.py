@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import Pattern
 from dilated_attention.ring.alltoall import can_deal
-from dilated_attention.ring.counts import Tally, count, pairs_by_rank
+from dilated_attention.ring.counts import RECEIVED, Tally, count, pairs_by_rank
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, flops_text, seconds_text
 
@@ -247,7 +248,9 @@ def plan_cost(
 def fastest_exchange(call: Call, shards: Shards, backend: str) -> Exchange:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    return _plan(call, shards, [0] * shards.ranks, *LINKS.get(backend, LINKS["nccl"])).best
+    return _plan(
+        call, shards, torch.zeros(shards.ranks, dtype=torch.int64, device="cpu"), *LINKS.get(backend, LINKS["nccl"])
+    ).best
 
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
@@ -265,9 +268,7 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     return Shards.of(tuple(lengths))
 
 
-def _plan(
-    call: Call, shards: Shards, pairs: list[int], latency: float, bandwidth: float, speed: float = 1.0
-) -> PlanCost:
+def _plan(call: Call, shards: Shards, pairs: Tensor, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
     lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
     cost = functools.partial(_cost, call, count(call, shards, pairs), latency, bandwidth, speed)
     names = [name for name in EXCHANGES if name != "alltoall" or can_deal(call.pattern)]
@@ -290,19 +291,10 @@ def _cost(
     ranks: Iterable[int],
 ) -> ExchangeCost:  # fmt: skip
     """The largest numbers of these ranks."""
-    tally, some = tallies[name], [*ranks]
-    flops = call.head_dim * call.q_per_kv * call.samples * max(tally.pairs[rank] for rank in some)
-
-    def one_pass(way: int, operations: int) -> PassCost:
-        columns = tally.hops, tally.sent, tally.received
-        hops, sent, received = (max(column[rank][way] for rank in some) for column in columns)
-        return PassCost(hops, sent, received, operations, hops * latency + received / bandwidth)
-
-    return ExchangeCost(
-        one_pass(0, 4 * flops),
-        one_pass(1, 10 * flops),
-        bytes_total=sum(sum(tally.received[rank]) for rank in some),
-        held=max(tally.held[rank] for rank in some),
-        sums=max(tally.sums[rank] for rank in some),
-        compute_seconds=14 * flops / speed,
-    )
+    numbers = tallies[name][:, [*ranks]]
+    *of_passes, held, sums, pairs = numbers.amax(1).tolist()
+    hops, sent, received = of_passes[:2], of_passes[2:4], of_passes[RECEIVED]
+    flops = call.head_dim * call.q_per_kv * call.samples * pairs
+    seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
+    forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
+    return ExchangeCost(forward, backward, int(numbers[RECEIVED].sum()), held, sums, 14 * flops / speed)

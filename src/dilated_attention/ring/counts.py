@@ -23,19 +23,14 @@ from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.messages import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
 
-
-class Tally(NamedTuple):
-    """What one exchange comes to, by rank. What has two numbers has one for each pass, forward and backward."""
-
-    hops: list[tuple[int, int]]
-    sent: list[tuple[int, int]]  # bytes
-    received: list[tuple[int, int]]
-    held: list[int]  # the most bytes of received rows at one time
-    sums: list[int]  # bytes of gradients that are summed in float32
-    pairs: list[int]  # of a query and a key; the query heads of one key/value head count once, and so do all samples
+# What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
+# most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of
+# one sample and one query head of each key/value head.
+RECEIVED = slice(4, 6)
+Tally = Tensor  # (9, ranks)
 
 
-def count(call: Call, shards: Shards, pairs: list[int]) -> dict[str, Tally]:
+def count(call: Call, shards: Shards, pairs: Tensor) -> dict[str, Tally]:
     """``call``: of all tokens; ``pairs``: see `pairs_by_rank`."""
     rows, queries, own = rows_needed(call, shards)
     fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
@@ -45,28 +40,19 @@ def count(call: Call, shards: Shards, pairs: list[int]) -> dict[str, Tally]:
     rank, place = torch.arange(size, device="cpu").unsqueeze(1), torch.arange(1, size, device="cpu")
     came, gone = rows.gather(1, (rank - place) % size), rows.T.gather(1, (rank + place) % size)
     found = {}
-    for name in ("ring", "allgather"):
+    for name, at_once in (("ring", 2), ("allgather", 1)):  # in a ring a step is in use, and the next on its way
         if name == "allgather":
             came, gone = came.sum(1, keepdim=True), gone.sum(1, keepdim=True)
-        hops = ((came > 0) | (gone > 0)).sum(1)
+        hops, received, sent = ((came > 0) | (gone > 0)).sum(1), came.sum(1), gone.sum(1)
         most, most_sent = (x.amax(1) if x.shape[1] else hops for x in (came, gone))
-        received, sent = came.sum(1), gone.sum(1)
-        at_once = 2 if name == "ring" else 1  # a step in use, and the next
-        found[name] = Tally(
-            _two(hops, 2 * hops),
-            _two(sent * blocks, sent * blocks + received * sums),
-            _two(received * blocks, received * blocks + sent * sums),
-            (at_once * (most * blocks + most_sent * sums)).tolist(),
-            (totals + at_once * most * sums).tolist(),
-            pairs,
-        )
+        found[name] = torch.stack([
+            hops, 2 * hops, sent * blocks, sent * blocks + received * sums, received * blocks,
+            received * blocks + sent * sums, at_once * (most * blocks + most_sent * sums),
+            totals + at_once * most * sums, pairs,
+        ])  # fmt: skip
     if can_deal(call.pattern):
         found["alltoall"] = _dealt(call, shards, fields, pairs)
     return found
-
-
-def _two(forward: Tensor, backward: Tensor) -> list[tuple[int, int]]:
-    return [*zip(forward.tolist(), backward.tolist(), strict=True)]
 
 
 # --- rows that queries need -----------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ def kinds_of_heads(call: Call, index: int) -> tuple[tuple[int, int], ...]:
 # --- pairs ----------------------------------------------------------------------------------------------------------
 
 
-def pairs_by_rank(call: Call, shards: Shards) -> list[int]:
+def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
     """The pairs of each rank's queries, of one sample and one query head for each key/value head."""
     found = torch.zeros(shards.ranks, dtype=torch.int64, device="cpu")
     for start, stop in itertools.pairwise(shards.cu_seqlens):
@@ -200,7 +186,7 @@ def pairs_by_rank(call: Call, shards: Shards) -> list[int]:
         for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
             pairs = _pairs_in_segments if is_segmented(call, branch) else _pairs
             found[ranks.start : ranks.stop] += pairs(call, index, cut)
-    return found.tolist()
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -237,11 +223,11 @@ def _pairs_in_segments(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
 # --- whole segments -------------------------------------------------------------------------------------------------
 
 
-def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: list[int]) -> Tally:
+def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: Tensor) -> Tally:
     """Ranks compute bundles of heads whole, instead of their own queries."""
     ways = fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients
     there, back, again, grads = (call.samples * row_bytes(some) for some in ways)
-    found = Tally([], [], [], [], [0] * shards.ranks, [*pairs])
+    columns, more = [], [0] * shards.ranks  # pairs, more than of its own queries
     for rank in range(shards.ranks):
         bundles, mine, others = bundles_of(call, shards, rank), 0, 0  # rows that others compute, and others' rows
         for bundle in bundles:
@@ -254,10 +240,11 @@ def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: list[int]) -> 
             earlier = itertools.accumulate(rows, initial=0)
             for member, count, before in zip(bundle.members, rows, earlier, strict=False):
                 seen = heads * (count * (count + 1) // 2 + count * before if call.is_causal else count * sum(rows))
-                found.pairs[member] -= seen
-                found.pairs[rank] += seen
-        found.hops.append((2, 2) if bundles else (0, 0))
-        found.sent.append((mine * there + others * back, mine * again + others * grads))
-        found.received.append((others * there + mine * back, others * again + mine * grads))
-        found.held.append(max(others * there, mine * back, others * again, mine * grads))
-    return found
+                more[member] -= seen
+                more[rank] += seen
+        hops = 2 if bundles else 0
+        sent = mine * there + others * back, mine * again + others * grads
+        received = others * there + mine * back, others * again + mine * grads
+        held = max(others * there, mine * back, others * again, mine * grads)
+        columns.append((hops, hops, *sent, *received, held, 0))
+    return torch.cat([torch.tensor(columns, device="cpu").T, (pairs + torch.tensor(more, device="cpu")).unsqueeze(0)])
