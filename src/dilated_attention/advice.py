@@ -119,11 +119,9 @@ def suggest(workload: Workload, rule: str = "longnet", memory: int | None = None
 
     ``memory``: bytes of one rank that the call may take. If training needs more, it is said what would fit.
     """
-    size = workload.tokens, workload.heads
-    if rule == "union":
-        pattern = union_for(*size, workload.kv_heads, workload.is_causal)
-    else:
-        pattern = pattern_for(*size, cast(Rule, rule), workload.kv_heads)
+    size = workload.tokens, workload.heads, workload.kv_heads
+    is_union = rule == "union"
+    pattern = union_for(*size, workload.is_causal) if is_union else pattern_for(*size, cast(Rule, rule))
     cost = workload.cost(pattern)
     figures = (*_figures(workload, cost), *verdict(workload, cost, memory))
     return Suggestion(pattern, workload, cost, " ".join(_reasons(pattern, workload)), figures)
@@ -131,12 +129,12 @@ def suggest(workload: Workload, rule: str = "longnet", memory: int | None = None
 
 def union_for(tokens: int, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> Pattern:
     """Near tokens and some that all see, and the branches of `pattern_for` but the first."""
-    far = [Dilated(width, rate) for width, rate in pattern_for(tokens, heads, "longnet", kv_heads).branches[1:]]
+    far = [Dilated(width, rate) for width, rate in pattern_for(tokens, heads, kv_heads).branches[1:]]
     near = [Window(NEAR - 1), Prefix(SINKS)] if is_causal else [Global(1), Window(NEAR // 2)]
     return Pattern([*near, *far] if far else [Dense()])
 
 
-def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
+def pattern_for(tokens: int, heads: int, kv_heads: int | None = None, rule: Rule = "longnet") -> DilatedPattern:
     """The pattern that `suggest` suggests: w grows by a factor from 2048 to N, and r with it."""
     tokens, heads = check_int("tokens", tokens), check_int("heads", heads)
     dense = DilatedPattern.of(rule, [tokens], [1])
@@ -164,16 +162,16 @@ def _reasons(pattern: Pattern, workload: Workload) -> Iterator[str]:
     if branches[-1].rate == 1:
         yield "The only head must cover every row: one dense segment. With rule longnet it could be sparser."
         return
-    rates, longest = [branch.rate for branch in branches], branches[-1]
-    taken = Counter(longest.offset_of(head) for head in longest.members)
-    far = {offset: count * heads // kv_heads for offset, count in taken.items()}
-    yield f"The longest branch takes {len(far):,} of every {rates[-1]:,} of the {tokens:,} tokens, each in"
-    yield f"{max(far.values()):,} of {heads:,} heads: these see from one end to the other."
-    if len(far) < rates[-1]:
+    longest, group = branches[-1], heads // kv_heads
+    taken = Counter(longest.offset_of(head) for head in longest.members)  # in how many heads
+    yield f"The longest branch takes {len(taken):,} of every {longest.rate:,} of the {tokens:,} tokens, each in"
+    yield f"{group * max(taken.values()):,} of {heads:,} heads: these see from one end to the other."
+    if len(taken) < longest.rate:
         yield "Later layers connect the others with them."
     if len(branches) > 1:
-        yield f"From each of the {len(branches)} branches to the next, segments get up to {rates[1] // rates[0]} times"
-        yield f"longer and sparser, so that none has more than {ROWS:,} rows."
+        factor = branches[1].rate // branches[0].rate
+        yield f"From each of the {len(branches)} branches to the next, segments get up to {factor} times longer and"
+        yield f"sparser, so that none has more than {ROWS:,} rows."
     if not isinstance(pattern, DilatedPattern):
         near = f"{NEAR:,} near ones" if workload.is_causal else f"{NEAR // 2:,} on either side"
         first = f"the first {SINKS}" if workload.is_causal else "token 0, which sees all"
@@ -183,8 +181,8 @@ def _reasons(pattern: Pattern, workload: Workload) -> Iterator[str]:
         yield "Each head runs one branch; a head of rate r writes 0 into all but every r-th row."
     if pattern.head_rule.adds_zeros and not workload.is_causal and tokens % branches[-2].length:
         yield f"A length that is a multiple of {branches[-2].length:,} avoids the zero keys that fill up segments."
-    if not workload.is_causal and far.get(0, 0) < heads:
-        yield f"A class token at the start sees far in {far.get(0, 0):,} of {heads:,} heads only: a union with"
+    if not workload.is_causal and group * taken[0] < heads:
+        yield f"A class token at the start sees far in {group * taken[0]:,} of {heads:,} heads only: a union with"
         yield "da.Global(1) shows it all."
 
 

@@ -458,7 +458,7 @@ class DilatedPattern(Pattern):
         """
         from dilated_attention.advice import pattern_for
 
-        return pattern_for(tokens, heads, rule, kv_heads)
+        return pattern_for(tokens, heads, kv_heads, rule)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ def test_what_it_prints_and_writes_can_be_run(
     exec(out.split("\n\n")[1], names)
     pattern: Pattern = Pattern.suggest(10**5, 12, is_causal=True, kv_heads=4)
     if rule != "union":
-        pattern = advice.pattern_for(10**5, 12, rule, 4)
+        pattern = advice.pattern_for(10**5, 12, 4, rule)
     assert names["pattern"] == pattern
     commands = out.partition("picture of it:\n")[2].replace("\\\n", " ").splitlines()
     plan, show = (run(*shlex.split(command)[1:]) for command in commands)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention.branches import Branch
 from dilated_attention.checks import check_int
-from dilated_attention.pattern import DilatedPattern, Pattern
+from dilated_attention.pattern import DilatedPattern, Pattern, zeros_beside
 from dilated_attention.ring.shards import Shards
 from dilated_attention.show import counts
 
@@ -169,8 +169,7 @@ class View:
 
     @property
     def title(self) -> str:
-        kind = self.pattern.rule if isinstance(self.pattern, DilatedPattern) else self.pattern.counts
-        return f"{kind}: {_listed(self.branch_names, 5)}"
+        return f"{getattr(self.pattern, 'rule', self.pattern.counts)}: {_listed(self.branch_names, 5)}"
 
     @property
     def subtitle(self) -> str:
@@ -208,17 +207,12 @@ class View:
             first = "" if looked == self.tokens else "the first "
             yield f"{covered.sum():,} of {first}{_many(looked, 'token')} get an output. The others get 0."
         if self.query is not None:
-            seen = [*self._seen_by(self.query, kv_head)]
-            if isinstance(self.pattern, DilatedPattern) and self.pattern.adds_zeros:
-                zeros = self.pattern.zero_keys(
-                    self.query, head, num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
-                    is_causal=self.is_causal,
-                )  # fmt: skip
-                seen += [_many(zeros, "zero key")] if zeros else []
-            yield f"query {self.query:,} sees {', '.join(seen) or 'nothing, because no branch shows it a key'}."
+            seen = ", ".join(self._seen_by(self.query, kv_head))
+            yield f"query {self.query:,} sees {seen or 'nothing, because no branch shows it a key'}."
 
     def _seen_by(self, query: int, head: int) -> Iterator[str]:
-        """How many keys each branch shows to a query, and which."""
+        """How many keys each branch shows to a query, and which; then zero keys."""
+        zeros = 0
         for name, branch in zip(self.branch_names, self.branches, strict=True):
             if head in branch.members:
                 rects = branch.rects(head, range(query, query + 1), self.tokens, self.is_causal)
@@ -228,6 +222,9 @@ class View:
                     some += [max(x[-1] for x in keys)]
                 if count:
                     yield f"{_many(count, 'key')} in {name} ({_listed(some, LISTED, ' ')})"
+                    zeros += zeros_beside(branch, count, self.tokens) if self.pattern.adds_zeros else 0
+        if zeros and not self.is_causal:
+            yield _many(zeros, "zero key")
 
 
 def rhythm(branches: Iterable[Branch]) -> list[int]:
