@@ -12,7 +12,7 @@ from typing import Any
 
 from dilated_attention import charts
 from dilated_attention.bench.conclude import TELLING
-from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, measured, milliseconds, setting, with_ranks
+from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, milliseconds, setting, with_ranks
 from dilated_attention.units import bytes_text, number_text
 
 LOST = "out of memory"
@@ -54,7 +54,7 @@ VALUES = (
 
 def points(measurements: Iterable[Record]) -> list[Record]:
     """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
-    drawn = [one for one in map(measured, measurements) if one["ms"] or one["status"] == LOST]
+    drawn = [one for one in measurements if one["ms"] or one["status"] == LOST]
     colours = _colours(drawn)
     return [
         {

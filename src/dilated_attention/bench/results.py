@@ -55,7 +55,7 @@ SPEC: Record = {
 
 
 def load(path: Path) -> Record:
-    """A results file, or the one in a folder."""
+    """A results file, or the one in a folder. What was not measured has no figures."""
     file = path / "results.json" if path.is_dir() else path
     try:
         found = _parsed(file.read_bytes().decode("utf-8"))
@@ -69,6 +69,8 @@ def load(path: Path) -> Record:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not a results file: {error}") from error
+    every = found["measurements"]
+    every[:] = [one if one["status"] == "measured" else {**one, "ms": None, "peak_bytes": None} for one in every]
     return found
 
 
@@ -147,11 +149,6 @@ def share_of_limit(error: float, limit: float) -> float:
     if not limit or math.isnan(error):
         return math.inf if error else 0.0
     return error / limit
-
-
-def measured(one: Record) -> Record:
-    """The measurement, without figures unless its status is "measured"."""
-    return one if one["status"] == "measured" else {**one, "ms": None, "peak_bytes": None}
 
 
 def with_ranks(one: Record) -> str:

@@ -237,9 +237,7 @@ def _fail(records: Iterable[Record], error: Exception) -> None:
 
 
 def _end(records: Iterable[Record], status: str, why: str) -> dict[str, Measure]:
-    """Nothing more is measured of these; of what is wrong no figure is kept."""
+    """Nothing more is measured of these, and no figure is kept."""
     for record in records:
-        record |= {"status": status, "why": why}
-        if status == "wrong":
-            record["peak_bytes"] = None
+        record |= {"status": status, "why": why, "peak_bytes": None}
     return {}

@@ -29,7 +29,6 @@ from dilated_attention.bench.results import (
     SPEC,
     Record,
     in_words,
-    measured,
     segments,
     setting,
     share_of_limit,
@@ -119,7 +118,7 @@ def suites(results: Record) -> list[Record]:
     """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
     tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
     settings: dict[str, list[Record]] = defaultdict(list)
-    for one in sorted(map(measured, results["measurements"]), key=lambda one: int(one["tokens"])):
+    for one in sorted(results["measurements"], key=lambda one: int(one["tokens"])):
         settings[setting(one)].append(one)
     for title, mine in settings.items():
         tables.setdefault(mine[0]["suite"], []).append(_of_setting(title.partition(": ")[2], mine))
@@ -192,11 +191,11 @@ def _environment(results: Record) -> Record:
 
 
 def csv_text(measurements: Iterable[Record]) -> str:
-    """The measurements as CSV, one per line. There are figures only where the status is "measured"."""
+    """The measurements as CSV, one per line."""
     written = io.StringIO()
     rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
     rows.writeheader()
-    for one in map(measured, measurements):
+    for one in measurements:
         times = {f"ms_{name}": value for name, value in (one["ms"] or {}).items()}
         rows.writerow({name: _csv_cell(value) for name, value in {**one, **times}.items()})
     return written.getvalue()
