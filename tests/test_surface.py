@@ -184,7 +184,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core", "top", "tools", "tests"}  # still larger than their budget
+NOT_YET = {"core": [11_700, 65_000], "tools": [5_150, 27_100]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:
@@ -207,5 +207,6 @@ def test_each_part_keeps_its_budget() -> None:
         "benchmarks_examples": [budget["benchmarks_examples"], math.inf],
         "docs": [math.inf, budget["docs"]],
     }
-    too_large = {part: (found[part], most[part]) for part in most if any(map(operator.gt, found[part], most[part]))}
-    assert not too_large.keys() - NOT_YET, too_large
+    too_large = {part for part in most if any(map(operator.gt, found[part], most[part]))}
+    assert too_large == NOT_YET.keys(), found
+    assert not any(any(map(operator.gt, found[part], NOT_YET[part])) for part in NOT_YET), found
