@@ -11,7 +11,6 @@ import weakref
 from collections import Counter, namedtuple
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -272,24 +271,17 @@ def test_the_longest_periods_of_packed_sequences_come_first() -> None:
 
 @pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("sees", SEES)
-@pytest.mark.parametrize("few", [1 << 19, 0])
-def test_tables_that_take_much_memory_are_made_offset_by_offset(
-    monkeypatch: pytest.MonkeyPatch, few: int, sees: str
-) -> None:
-    """By numpy, or on the device by torch."""
+def test_long_tables_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch, sees: str) -> None:
+    """Which is a CPU here, and not the default device."""
     asked = demand(nested([24, 48], [1, 2]), sees=sees)
     expected = make_table(asked)
-    makers = []
-    make = tilings._tables
-
-    monkeypatch.setattr(tilings, "_tables", lambda xp, *rest: makers.append(xp) or make(xp, *rest))
-    monkeypatch.setattr(tilings, "FEW", few)
-    for at_once, parts in ((1 << 22, 1), (1, 2)):
-        monkeypatch.setattr(tilings, "AT_ONCE", at_once)
-        with torch.device("meta"):  # whatever the default device
-            same(make_table(asked), expected)
-        assert makers == [torch if few == 0 else np] * parts  # for the tail: a period's are kept
-        makers.clear()
+    made = []
+    make = tilings.tiles_of
+    monkeypatch.setattr(tilings, "FEW", 0)
+    monkeypatch.setattr(tilings, "tiles_of", lambda mine, *rest: made.append(mine.device) or make(mine, *rest))
+    with torch.device("meta"):
+        same(make_table(asked), expected)
+    assert made == [CPU]  # for the tail: a period's are kept
 
 
 def sizes_of(pattern: Pattern, tokens: int, kernel: str = "forward") -> list[tuple[int, ...]]:

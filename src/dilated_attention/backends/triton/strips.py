@@ -3,8 +3,7 @@
 Where the rows that are met move along with the program's own on both sides, as in a window, all tiles but those at the
 ends are alike: the table has one of them, whatever the length.
 
-Legend: positions count from the start of a section; ``own`` rows of a program, which meets tiles of ``other`` rows; T
-tiles; E pairs of a tile and rows that it meets.
+Legend: positions count from the start of a section; ``own`` rows of a program, which meets tiles of ``other`` rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.endless import stretches
-from dilated_attention.backends.triton.tiling import Array, Nests, Tiling
+from dilated_attention.backends.triton.tiling import Array, Nests
 from dilated_attention.branches import Blocks
 from dilated_attention.branches.base import Rect, Rows
 from dilated_attention.call import Call
@@ -38,8 +37,8 @@ class Strip:
     high: int | None
     repeats: int
     period: int
-    mine: Array  # (M, 3): start, step and length of queries, or of keys where programs have tiles of keys
-    met: Array  # (K, 4): which of mine, rising; start, step and length
+    mine: Array  # (M, 3): start, step and stop of queries, or of keys where programs have tiles of keys
+    met: Array  # (K, 5): which of mine, rising; start, step, stop, and 1
     head: int = 0
     heads: int = 0
 
@@ -115,7 +114,7 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
         alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.length
         together.setdefault((alike, *rect[2:]), []).append(rect)
     taken: list[list[Rect]] = []
-    strips: dict[Hashable, tuple[int, Rect, list[Rows], list[tuple[int, ...]]]] = {}
+    strips: dict[Hashable, tuple[int, Rect, list[tuple[int, ...]], list[tuple[int, ...]]]] = {}
     for number, some in enumerate(together.values()):
         longest = max(some, key=lambda rect: rect.queries.length)
         turn = next((i for i, others in enumerate(taken) if not _meets(longest, others)), len(taken))
@@ -123,8 +122,8 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
         taken[turn].append(longest)
         alone = number if longest.low is not None and longest.high is not None else None  # its tiles may be alike
         *_, owned, met = strips.setdefault((turn, alone, *longest[2:]), (turn, longest, [], []))
-        met += [(len(owned), *rows) for rows in _adjoined(rect.keys for rect in some)]
-        owned.append(longest.queries)
+        met += [(len(owned), x.start, x.step, x.last + 1, 1) for x in _adjoined(rect.keys for rect in some)]
+        owned.append((longest.queries.start, longest.queries.step, longest.queries.last + 1))
     for turn, rect, owned, met in strips.values():
         yield turn, Strip(branch, *rect[2:], np.array(owned), np.array(met))
 
@@ -179,11 +178,10 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
         is_new = np.append(True, (np.diff(own) != 0) | (np.diff(other) != 1))[: len(own)]
         first, last = np.flatnonzero(is_new), np.flatnonzero(np.append(is_new[1:], True)[: len(own)])
         numbers, which = np.unique(own, return_inverse=True)
-        for found, index, from_block, to_block in ((rows, 0, numbers, numbers), (runs, 1, other[first], other[last])):
-            start = from_block * size
-            length = np.minimum((to_block + 1) * size, end - begin) - start
-            step = np.ones_like(start)
-            found.append(np.stack([*([before + which[first]] if index else []), begin + start, step, length], 1))
+        ends = (np.minimum((x + 1) * size, end - begin) + begin for x in (numbers, other[last]))
+        ones, more = np.ones_like(numbers), np.ones_like(first)
+        rows.append(np.stack([begin + numbers * size, ones, next(ends)], 1))
+        runs.append(np.stack([before + which[first], begin + other[first] * size, more, next(ends), more], 1))
         before += len(numbers)
     low, high = (0 if call.is_causal and is_later else None for is_later in (of_keys, not of_keys))
     return Strip(branch, low, high, 1, 0, np.concatenate(rows), np.concatenate(runs))
@@ -193,111 +191,60 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
 
 
 class Piece(NamedTuple):
-    """Tiles at positions from ``start`` on, so many times."""
+    """Rows and what they meet, as of `tiling.tiles_of`, at positions from ``start`` on, so many times."""
 
     start: int
     period: int
     repeats: int
-    tiling: Tiling
+    mine: Array
+    met: Array
 
 
-def pieces(strip: Strip, own: int, other: int) -> Iterator[Piece]:
-    """The tables of a strip."""
-    limits = strip.low, strip.high, own, other
+def pieces(strip: Strip, own: int) -> Iterator[Piece]:
+    """What the table of a strip has."""
     inner = _inner(strip, own)
     if len(inner) < 3:
-        yield Piece(0, strip.period, strip.repeats, _tiling(strip.mine, strip.met, *limits))
+        yield Piece(0, strip.period, strip.repeats, _counted(strip.mine, own), strip.met)
         return
-    start, step, length = strip.mine[0].tolist()
+    start, step, stop = strip.mine[0].tolist()
     size = own * step
-    for some in (range(inner.start), range(inner.stop, -(-length // own))):
-        if some:
-            rows = [start + some.start * size, step, min(length - some.start * own, len(some) * own)]
-            yield Piece(0, 0, 1, _tiling(np.array([rows]), strip.met, *limits))
+    for first, end in ((start, start + inner.start * size), (start + inner.stop * size, stop)):
+        if first < end:
+            yield Piece(0, 0, 1, _counted(np.array([[first, step, end]]), own), strip.met)
     at = start + inner.start * size
-    around = strip.met - np.array([0, at, 0, 0])
-    yield Piece(at, size, len(inner), _tiling(np.array([[0, step, own]]), around, *limits))
+    around = strip.met - np.array([0, at, 0, at, 0])
+    yield Piece(at, size, len(inner), np.array([[0, step, size, 1]]), around)
+
+
+def _counted(mine: Array, own: int) -> Array:
+    """With the number of tiles."""
+    start, step, stop = mine.T
+    return np.column_stack([mine, -((start - stop) // (step * own))])
 
 
 def _inner(strip: Strip, own: int) -> range:
     """The tiles that are full and meet as many rows as any, where all move along on both sides."""
     if strip.low is None or strip.high is None or strip.repeats > 1 or len(strip.met) > 1:
         return range(0)
-    mine, met = Rows(*strip.mine[0].tolist()), Rows(*strip.met[0, 1:].tolist())
-    size = own * mine.step
-    first = max(0, -((mine.start + strip.low - met.start) // size))
-    last = min(mine.length // own, (met.last - strip.high - (own - 1) * mine.step - mine.start) // size + 1)
-    return range(first, max(first, last)) if met.step == mine.step else range(0)
-
-
-def _tiling(mine: Array, met: Array, low: int | None, high: int | None, own: int, other: int) -> Tiling:
-    start, step, length = mine.T
-    tiles = -(-length // own)
-    strip, number = _counted(tiles)
-    base, last = start[strip] + number * own * step[strip], (start + (length - 1) * step)[strip]
-    many = np.bincount(met[:, 0], minlength=len(mine))
-    tile, number = _counted(many[strip])  # (E,)
-    rows = met[(many.cumsum() - many)[strip[tile]] + number, 1:]
-    end = np.minimum(base + (own - 1) * step[strip], last)
-    whole, edges = _runs_of(rows, base[tile], end[tile], low, high, other)
-    runs: list[Array] = []
-    columns: list[Array] = []
-    for some, which in ((whole, tile), (edges.reshape(-1, 5), tile.repeat(2))):
-        there = some[:, 3] > 0
-        count = np.bincount(which[there], minlength=len(base))
-        first = sum(len(x) for x in runs) + count.cumsum() - count
-        columns += [first, np.bincount(which, some[:, 3], len(base)).astype(np.int64)]
-        runs.append(some[there])
-    first, plain, first_edge, masked = columns
-    table = np.stack([base, step[strip], last + 1, first, plain, masked, first_edge], 1)
-    return Tiling(table, np.concatenate(runs), bool(masked.any()), True, np.array([len(base)]))
-
-
-def _counted(counts: Array) -> tuple[Array, Array]:
-    """Of things that are counted: which count has it, and its number there."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - (counts.cumsum() - counts)[which]
-
-
-def _runs_of(
-    rows: Array, base: Array, last: Array, low: int | None, high: int | None, other: int
-) -> tuple[Array, Array]:
-    """What tiles of rows from ``base`` to ``last`` meet of these: a run of whole tiles (E, 5), and one on either side
-    of them that the limits cut (E, 2, 5)."""
-    start, step, count = rows.T
-
-    def from_token(token: Array) -> Array:
-        return np.clip(-((start - token) // step), 0, count)
-
-    begin = sure = np.zeros_like(base)
-    end = upto = count
-    if low is not None:
-        begin, sure = from_token(base + low), from_token(last + low)
-    if high is not None:
-        end, upto = from_token(last + high + 1), from_token(base + high + 1)
-    end, sure = np.maximum(begin, end), np.maximum(sure, begin)
-    tiles = -(-(end - begin) // other)
-    before = np.minimum(-(-(sure - begin) // other), tiles)
-    inside = np.clip((np.minimum(upto, end) - begin) // other - before, 0, None)
-    stop, ones = start + (end - 1) * step + 1, np.ones_like(base)
-    found = [
-        np.stack([start + (begin + skipped * other) * step, step, stop, number, ones], 1)
-        for skipped, number in ((before, inside), (0 * before, before), (before + inside, tiles - before - inside))
-    ]
-    return found[0], np.stack(found[1:], 1)
+    (start, step, stop), (_, key, key_step, key_stop, _) = strip.mine[0].tolist(), strip.met[0].tolist()
+    size = own * step
+    first = max(0, -((start + strip.low - key) // size))
+    last = min((stop - 1 - start + step) // size, (key_stop - 1 - strip.high - size + step - start) // size + 1)
+    return range(first, max(first, last)) if key_step == step else range(0)
 
 
 def shows_itself(strip: Strip) -> bool:
     """Whether each query sees its own key."""
-    which, *met = strip.met.T
+    which, first, step, stop, _ = strip.met.T
     mine = strip.mine[which].T
-    in_step = (mine[1] == met[1]) & ((mine[0] - met[0]) % met[1] == 0)
-    inside = (met[0] <= mine[0]) & (mine[0] + (mine[2] - 1) * mine[1] <= met[0] + (met[2] - 1) * met[1])
-    own = np.bincount(which[in_step & inside], minlength=len(strip.mine))
+    in_step = (mine[1] == step) & ((mine[0] - first) % step == 0)
+    own = np.bincount(which[in_step & (first <= mine[0]) & (mine[2] <= stop)], minlength=len(strip.mine))
     return bool(own.all()) and (strip.low or 0) <= 0 <= (strip.high or 0)
 
 
 def cover(strips: Iterable[Strip], call: Call) -> bool:
     """Whether they have every row of every head."""
-    rows = sum(strip.heads * int(strip.mine[:, 2].sum()) * strip.repeats for strip in strips)
+    rows = sum(
+        strip.heads * strip.repeats * int((-((x[0] - x[2]) // x[1])).sum()) for strip in strips for x in [strip.mine.T]
+    )
     return rows == call.kv_heads * call.queries

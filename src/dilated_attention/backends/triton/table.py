@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dilated_attention.backends.triton.strips import NONE, Strip, Strips, pieces
-from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, stacked, tensor_on, tiling
+from dilated_attention.backends.triton.strips import NONE, Piece, Strip, Strips, pieces
+from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, tiles_of, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
 LANES = 128  # sections that a program looks at together, where sequences are packed
@@ -116,9 +116,10 @@ def _made(demand: Demand) -> Table:
         firsts = programs + many.cumsum() - many
         about = nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0], 0, 0
         found = Section._make((firsts, *stretches, *about))
-        rows.append(stacked(found, firsts))
-        if len(many) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
-            rows.append(stacked(found._replace(program=NEVER, periods=1, tiles=1), firsts))
+        none = found._replace(program=NEVER, periods=1, tiles=1)
+        # without a tail a section that no program is in, as kernels are compiled for their number
+        for some in (found, none)[: 2 if len(many) == 1 else 1]:
+            rows.append(np.stack([np.broadcast_to(x, firsts.shape) for x in some], 1))
         programs += int(many.sum())
         variants += map(offsets.index, nest.offsets)
     sections = np.concatenate(rows)
@@ -131,15 +132,23 @@ def _made_of_strips(demand: Demand, strips: Strips) -> Table:
     """Sections that are many are looked for as those of packed sequences are."""
     rows, parts, programs, tile = [], [], 0, 0
     end = demand.cu_seqlens[-1]
+    alike: dict[Any, list[tuple[Strip, Piece]]] = {}  # all that share limits are made at once
     for strip in strips:
-        limits = (-NONE if strip.low is None else strip.low), (NONE if strip.high is None else strip.high)
-        for piece in pieces(strip, demand.own, demand.other):
-            tiles = len(piece.tiling.tiles)
+        alike.setdefault((strip.low, strip.high), []).extend((strip, piece) for piece in pieces(strip, demand.own))
+    for (low, high), some in alike.items():
+        limits = (-NONE if low is None else low), (NONE if high is None else high)
+        for strip, piece in some:
+            tiles = int(piece.mine[:, 3].sum())
             place = programs, piece.start, piece.period, piece.repeats, 0, end, strip.head, strip.heads
             rows.append(Section(*place, tile, tiles, 0, 0, strip.branch, 0, *limits))
-            parts.append(piece.tiling)
             programs += demand.samples * strip.heads * demand.group * piece.repeats * tiles
             tile += tiles
+        before = np.cumsum([0, *(len(piece.mine) for _, piece in some)]).tolist()
+        mine = np.concatenate([piece.mine for _, piece in some])
+        met = np.concatenate(
+            [piece.met + np.array([at, 0, 0, 0, 0]) for at, (_, piece) in zip(before, some, strict=False)]
+        )
+        parts.append(tiles_of(torch.from_numpy(mine), torch.from_numpy(met), low, high, demand.own, demand.other))
     if len(rows) == 1:
         rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
     variants = [0] * max(strip.heads for strip in strips)
@@ -215,26 +224,18 @@ def _placed(
 def _joined(
     sections: Array, parts: list[Tiling], most: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """All that kernels read: one tensor, cut into three, and moved at once if all was made by numpy."""
-    on_host = all(isinstance(part.runs, np.ndarray) for part in parts)
-    logs = np.log2(np.arange(1, most + 1)).astype(np.float32).view(np.int32)  # kernels take the bits of a float32
-    sizes = [len(sections), 7 * sum(len(part.tiles) for part in parts), 5 * (2 + sum(len(part.runs) for part in parts))]
-    padded = [size + -size % 4 for size in sizes]  # each aligned as Triton likes it
-    whole = torch.zeros(sum(padded), dtype=dtype, device=CPU if on_host else device)
-    cut: Array = whole.numpy() if on_host else whole
-    put: Callable[[Array], Array] = np.asarray if on_host else functools.partial(tensor_on, device)
-    cut[: sizes[0]] = put(sections)
-    tiles = cut[padded[0] :][: sizes[1]].reshape(-1, 7)
-    runs = cut[padded[0] + padded[1] :][: sizes[2]].reshape(-1, 5)
-    tile = run = 0
-    for part in parts:
-        here = slice(tile, tile := tile + len(part.tiles))
-        tiles[here] = put(part.tiles)
-        tiles[here, 3::3] += run
-        runs[run : (run := run + len(part.runs))] = put(part.runs)
-    runs[run:] = put(np.array([0, 1, 0, 1, 1]))  # after the last run: read, not used
-    runs[:, 4] = put(logs)[runs[:, 4] - 1]
-    return whole.to(device).split_with_sizes(padded)
+    """All that kernels read: one tensor, cut into three, and moved at once if all was made on the host."""
+    where = CPU if all(part.runs.device.type == "cpu" for part in parts) else device
+    after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=where)  # after the last run: read, not used
+    runs = torch.cat([*(part.runs.to(where) for part in parts), after])
+    logs = torch.arange(1, most + 1, device=where, dtype=torch.float64).log2().float().view(torch.int32)
+    runs[:, 4] = logs[runs[:, 4] - 1]  # kernels take the bits of a float32
+    made = np.cumsum([0, *(len(part.runs) for part in parts)]).tolist()
+    indices = torch.tensor([0, 0, 0, 1, 0, 0, 1], device=where)  # those of runs
+    tiles = torch.cat([part.tiles.to(where) + first * indices for part, first in zip(parts, made, strict=False)])
+    flat = [torch.as_tensor(sections, device=where), tiles.view(-1), runs.view(-1)]
+    padded = [functional.pad(x, (0, -len(x) % 4)) for x in flat]  # each aligned as Triton likes it
+    return torch.cat(padded).to(dtype).to(device).split_with_sizes([len(x) for x in padded])
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)

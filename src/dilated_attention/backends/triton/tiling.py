@@ -7,18 +7,16 @@ written once. For the rates 1, 2, 4, 8, 16 that is a quarter less work than bran
 
 The work repeats from period to period, so the table describes one period, and the shorter tails of all sequences.
 Sequences come in all lengths, so tables of tails must be quick to make: few steps on whole arrays of integers, and no
-loop over rows or sequences. Small arrays are numpy's, whose steps cost least, and large ones are torch's on the device.
+loop over rows or sequences, on the device where there are many.
 
-Legend: O offsets, T tiles, S segments of the first branch, L lists of runs, C columns: each of the G regions that a
-list looks at, with each of the K kinds of rows (those that take part in the same branches); P places in a list where a
-run can be: the whole tiles of each column, then those to be masked.
+Legend: ``own`` rows of a program, which meets tiles of ``other`` rows; O offsets, S segments of the first branch, K
+kinds of rows (those that take part in the same branches), M rows of programs, T tiles, E pairs of a tile and rows that
+it meets.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +24,9 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
-FEW = 1 << 19  # places: those of more are looked through on the device
-AT_ONCE = 1 << 24  # places, each of which takes some ten integers
+FEW = 1 << 17  # rows that are met: more are looked through on the device
 
-Array = Any  # of integers: numpy's or torch's
+Array = Any  # of integers: numpy's
 
 
 class Nest(NamedTuple):
@@ -50,10 +47,10 @@ class Tiling(NamedTuple):
 
     # (O * T, 7), the rows of one program and what they meet: base, step, stop; the index of the first run, the
     # number of whole tiles, that of tiles to be masked, and the index of their first run. Both count over all offsets
-    tiles: Array
+    tiles: Tensor
     # (runs, 5), tiles in a row, at positions base, base + step, ... up to stop: base, step, stop, the number of tiles,
     # and how often each of their pairs counts
-    runs: Array
+    runs: Tensor
     edges: bool  # whether some tile is masked
     ragged: bool  # whether some tile is not full
     counts: Array  # how many of the T tiles each period has, in their order
@@ -73,178 +70,122 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
     return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-# What the pattern alone says of columns, all arrays.
-PatternColumns = namedtuple(
-    "PatternColumns",
-    (
-        "start",  # (C, O), of the rows in a region
-        "step", "level",  # (C,), of the rows: they are in the branches 0 to level
-        "times",  # (C, levels): how often a list of this level counts a row; 0 or less: never
-        "place",  # (P,), the column
-    ),
-)  # fmt: skip
-
-# What the lengths say, the same for all offsets, all arrays.
-Shape = namedtuple(
-    "Shape",
-    (
-        "first", "last",  # (C, S), where a region begins: at a multiple of every step; and ends
-        # (L,), of a list: the rows of a level in a segment, or each tile its own where it does not see all
-        "segment", "level",
-        "base", "stop", "kind",  # (T,), the base less the start of its kind
-        "mine",  # (T,), its list where it sees all
-    ),
-)  # fmt: skip
+LIMITS: dict[str, tuple[int | None, int | None]] = {"all": (None, None), "earlier": (None, 0), "later": (0, None)}
 
 
 def tiling(
     widths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], own: int,
     other: int, sees: str = "all", device: torch.device = CPU,
 ) -> Tiling:  # fmt: skip
-    """The tiles of periods of so many tokens: ``own`` rows in a program, which meets tiles of ``other`` rows.
+    """The tiles of nested branches in periods of so many tokens; positions count from each period's start.
 
-    Positions count from each period's start. ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when
-    causal).
+    ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when causal).
     """
-    columns, kinds = _columns(rates, offsets, sees)
-    period, first, last = _regions(widths, np.array(lengths), sees)
-    segment, kind, number = _numbered(_over((last[0] - first[0])[:, None], own * columns.step[:kinds]))
-    counts = np.bincount(period[segment], minlength=len(lengths))
-    base = first[0, segment] + number * own * columns.step[kind]
-    mine = segment * len(rates) + columns.level[kind]
-    lists = np.arange(len(period) * len(rates)) if sees == "all" else mine
-    shape = Shape(
-        np.repeat(first, kinds, 0), np.repeat(last, kinds, 0), lists // len(rates), lists % len(rates), base,
-        last[0, segment], kind, mine,
-    )  # fmt: skip
-    places = len(lists) * len(columns.place)
-    dtype = np.int32 if max(lengths) + 2 * max(own, other) * rates[-1] < 2**31 else np.int64  # fewer bytes, less time
-    xp: Any = np if places * len(offsets) <= FEW else torch
-    put = functools.partial(np.asarray, dtype=dtype) if xp is np else functools.partial(tensor_on, device, dtype=dtype)
-    columns, shape = PatternColumns(*map(put, columns)), Shape(*map(put, shape))
-    parts, at_once, runs_before = [], max(1, AT_ONCE // places), 0
-    for at in range(0, len(offsets), at_once):
-        some = columns._replace(start=columns.start[:, at : at + at_once])
-        tiles, runs = _tables(xp, some, shape, kinds, own, other, sees)
-        if runs_before:
-            tiles[:, 3::3] += runs_before
-        runs_before += len(runs)
-        parts.append((tiles, runs))
-    tiles, runs = (x[0] if len(x) == 1 else xp.concatenate(x) for x in zip(*parts, strict=True))
-    ragged = _ends_late(runs, runs[:, 3] * other) | _ends_late(tiles, own)
-    return Tiling(tiles, runs, bool(tiles[:, 5].any()), bool(ragged), counts)
+    kinds = np.array([rows_of(rates, offset) for offset in offsets])  # (O, K, 3)
+    step, level = kinds[0, :, 1], kinds[0, :, 2]
+    period, branch, firsts, lasts = _regions(widths, np.array(lengths), sees)
+    tiles = -(-(lasts[0] - firsts[0])[:, None] // (own * step))  # (S, K), as many for all offsets
+    counts = np.bincount(period, tiles.sum(1), len(lengths)).astype(np.int64)
+    # what rows of a kind meet: another kind in a region of tokens, (C,) each
+    times = 1 + np.minimum(level[:, None, None], level) - branch[:, None]
+    kind, region, met_kind = (times > 0).nonzero()
+    many = len(offsets) * len(period)
+    where = device if many * len(kind) > FEW else CPU
+    given = firsts, lasts, kinds[..., 0], tiles, step, kind, region, met_kind, times[kind, region, met_kind]
+    first, last, start, many_tiles, steps, kind, region, met_kind, times = (
+        torch.as_tensor(x, device=where) for x in given
+    )
+    mine = first[0, :, None] + start[:, None], steps, last[0, :, None], many_tiles
+    which = torch.arange(many, device=where).view(len(offsets), -1, 1) * len(step) + kind
+    met = which, first[region].T + start[:, None, met_kind], steps[met_kind], last[region].T, times
+    shapes = (len(offsets), len(period), len(step)), (len(offsets), len(period), len(kind))
+    rows, rows_met = (
+        torch.stack([x.expand(shape) for x in columns], -1).view(-1, len(columns))
+        for shape, columns in zip(shapes, (mine, met), strict=True)
+    )
+    return tiles_of(rows, rows_met, *LIMITS[sees], own, other)._replace(counts=counts)
 
 
-def tensor_on(device: torch.device, x: Array, dtype: Any = None) -> Tensor:
-    return torch.from_numpy(np.asarray(x, dtype)).to(device) if isinstance(x, np.ndarray) else x.to(device)
+def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, Array, Array, Array]:
+    """Which period each segment of the first branch is in, (S,), and the tokens that its rows meet: first and last of
+    their own segment, then of what each further branch adds before and after it, (G, S), and that branch, (G,)."""
+    period, number = (x.numpy() for x in counted(torch.from_numpy(-(-length // widths[0]))))
+    start, length = number * widths[0], length[period]
+    first, last = start, np.minimum(start + widths[0], length)
+    firsts, lasts, branches = [first], [last], [0]
+    for branch, width in enumerate(widths[1:], 1):
+        before = start // width * width
+        after = np.minimum(before + width, length)
+        for is_met, begin, end in ((sees != "later", before, first), (sees != "earlier", last, after)):
+            firsts += [begin] * is_met
+            lasts += [end] * is_met
+            branches += [branch] * is_met
+        first, last = before, after
+    return period, np.array(branches), np.array(firsts), np.array(lasts)
 
 
-def stacked(numbers: tuple[Array, ...], like: Array) -> Array:
-    """All of them side by side, each for every number of ``like``."""
-    shape = (*like.shape, len(numbers))
-    found = np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
-    for index, number in enumerate(numbers):
-        found[..., index] = number
-    return found
+def tiles_of(mine: Tensor, met: Tensor, low: int | None, high: int | None, own: int, other: int) -> Tiling:
+    """The tiles of rows and what these meet, if low <= position met - own position <= high.
+
+    ``mine``: (M, 4), start, step, stop and number of tiles; ``met``: (..., 5), which of mine, rising; start, step,
+    stop, and how often a pair counts.
+    """
+    strip, number = counted(mine[:, 3])
+    start, step, stop = mine[strip, :3].T
+    base = start + number * own * step
+    last = torch.minimum(base + (own - 1) * step, stop - 1)
+    many = met[:, 0].bincount(minlength=len(mine))
+    tile, number = counted(many[strip])  # (E,)
+    rows = met[(many.cumsum(0) - many)[strip[tile]] + number, 1:]
+    whole, edges = _runs_of(rows, base[tile], last[tile], low, high, other)
+    runs: list[Tensor] = []
+    columns: list[Tensor] = []
+    for some, which in ((whole, tile), (edges.view(-1, 5), tile.repeat_interleave(2))):
+        there = some[:, 3] > 0
+        count = which[there].bincount(minlength=len(base))
+        columns += [sum(len(x) for x in runs) + count.cumsum(0) - count]
+        columns += [torch.zeros_like(base).index_add_(0, which, some[:, 3])]
+        runs.append(some[there])
+    first, plain, first_edge, masked = columns
+    table = torch.stack([base, step, stop, first, plain, masked, first_edge], 1)
+    found = torch.cat(runs)
+    ragged = _ends_late(found, found[:, 3] * other) | _ends_late(table, own)
+    return Tiling(table, found, bool(masked.any()), bool(ragged), np.array([len(base)]))
 
 
-def _taken(x: Array, rows: Array) -> Array:
-    """x[rows], for which numpy needs three times as long."""
-    return x.take(rows, 0) if isinstance(x, np.ndarray) else x[rows]
+def counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of things that are counted: which count has it, and its number there."""
+    which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return which, torch.arange(len(which), device=counts.device) - (counts.cumsum(0) - counts)[which]
 
 
-def _ends_late(x: Array, rows: Array) -> Array:
+def _ends_late(x: Tensor, rows: Tensor | int) -> Tensor:
     """Whether some tile or run of so many rows has one at its stop or beyond."""
     return (x[:, 0] + (rows - 1) * x[:, 1] >= x[:, 2]).any()
 
 
-def _over(x: Array, y: Array) -> Array:
-    """x / y, rounded up."""
-    return -(-x // y)
+def _runs_of(
+    rows: Tensor, base: Tensor, last: Tensor, low: int | None, high: int | None, other: int
+) -> tuple[Tensor, Tensor]:
+    """What tiles of rows from ``base`` to ``last`` meet of these: a run of whole tiles (E, 5), and one on either side
+    of them that the limits cut (E, 2, 5)."""
+    start, step, stop, times = rows.T
+    count = -((start - stop) // step).clamp(max=0)
 
+    def before(token: Tensor) -> Tensor:
+        return torch.minimum(-((start - token) // step).clamp(max=0), count)
 
-def _numbered(counts: Array) -> tuple[Array, Array, Array]:
-    """The row, the column and the number in it of each thing that is counted."""
-    each = counts.ravel()
-    which = np.repeat(np.arange(len(each)), each)
-    number = np.arange(len(which)) - (each.cumsum() - each)[which]
-    return which // counts.shape[1], which % counts.shape[1], number
-
-
-@functools.lru_cache(maxsize=256)
-def _columns(rates: tuple[int, ...], offsets: tuple[int, ...], sees: str) -> tuple[PatternColumns, int]:
-    """And the number of kinds."""
-    branch = [0, *np.repeat(range(1, len(rates)), 2 if sees == "all" else 1)]
-    rows = np.array([rows_of(rates, offset) for offset in offsets]).transpose(2, 1, 0)
-    kinds = rows.shape[1]
-    start, step, level = np.tile(rows, (1, len(branch), 1))  # (C, O) each
-    times = 1 + np.minimum(level[:, :1], range(len(rates))) - np.repeat(branch, kinds)[:, None]
-    every = np.arange(len(times))
-    edges = np.concatenate([np.repeat(every[:kinds], 2), every[kinds:]]) if sees == "later" else every
-    return PatternColumns(start, step[:, 0], level[:, 0], times, np.concatenate([every, edges])), kinds
-
-
-def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, Array, Array]:
-    """Which period each segment of the first branch is in, (S,), and the tokens that its rows meet, (G, S): first and
-    last of their own segment, then of what each further branch adds before and after it."""
-    period, _, number = _numbered(_over(length, widths[0])[:, None])
-    start, length = number * widths[0], length[period]
-    first, last = start, np.minimum(start + widths[0], length)
-    firsts, lasts = [first], [last]
-    for width in widths[1:]:
-        before = start // width * width
-        after = np.minimum(before + width, length)
-        firsts += [before] * (sees != "later") + [last] * (sees != "earlier")
-        lasts += [first] * (sees != "later") + [after] * (sees != "earlier")
-        first, last = before, after
-    return period, np.array(firsts), np.array(lasts)
-
-
-def _tables(
-    xp: Any, columns: PatternColumns, shape: Shape, kinds: int, own: int, other: int, sees: str
-) -> tuple[Array, Array]:
-    """The tiles and the runs of some offsets."""
-    start, step, _, times, place = columns
-    segment, step, times = shape.segment, step[:, None, None], times[:, None, shape.level]
-    near = shape.first[:, None] + start[:, :, None]  # (C, O, S)
-    rows = _over(shape.last[:, None] - near, step).clip(0)
-    near, met = near[:, :, segment], times > 0
-    whole, high = (rows // other)[:, :, segment] * met, _over(rows, other)[:, :, segment] * met
-    base, steps = shape.base + start[shape.kind].T, columns.step[shape.kind]  # (O, T)
-    last = xp.minimum(base + (own - 1) * steps, shape.stop - 1)
-    begin, end = _cut(xp, whole, high, near[:kinds], step[:kinds], base, last, other, sees)
-    tiles, step = end - begin, step[place]
-    first, stop = near[place] + begin * step * other, shape.last[place][:, None, segment]
-    runs = stacked((first, step, stop, tiles, times[place]), tiles).reshape(-1, 5)
-    is_run, plain = tiles > 0, len(whole)  # places
-    found = xp.argwhere(is_run.swapaxes(0, 1).swapaxes(1, 2).reshape(-1))[:, 0]  # list by list
-    runs = _taken(runs, found % len(place) * (len(runs) // len(place)) + found // len(place))
-    many = is_run.sum(0)
-    run = many.reshape(-1).cumsum(0).reshape(many.shape) - many
-    about = (run, tiles[:plain].sum(0), tiles[plain:].sum(0), run + is_run[:plain].sum(0))
-    if sees == "all":  # the tiles of a level share a list in each segment
-        about = tuple(x[:, shape.mine] for x in about)
-    return stacked((base, steps, shape.stop, *about), base).reshape(-1, 7), runs
-
-
-def _cut(
-    xp: Any, whole: Array, high: Array, near: Array, step: Array, first: Array, last: Array, other: int, sees: str
-) -> tuple[Array, Array]:
-    """Which of its column's tiles are in each place, [begin, end), (P, O, L).
-
-    A column has ``high`` tiles from ``near`` on, of which ``whole`` are full, (C, O, L). Only those of the list's own
-    segment, in the first columns, does it meet in part: its tile has the rows from ``first`` to ``last``, (O, L).
-    """
-    kinds, size = len(near), step * other
-    if sees == "earlier":  # tiles that begin by the last row; whole: end by the first
-        high[:kinds] = top = xp.minimum(high[:kinds], (last - near) // size + 1)
-        whole[:kinds] = xp.minimum(xp.minimum(whole[:kinds], (first - near + step) // size), top)
-    begin, end = [xp.zeros_like(whole), whole], [whole, high]
-    if sees == "later":  # tiles that end at the first row or later; whole: begin there
-        top = high[:kinds]
-        low = xp.minimum(_over(first - near - size + step, size), top)
-        begin[0][:kinds] = full = xp.minimum(xp.maximum(_over(last - near, size), low), top)
-        whole[:kinds] = xp.minimum(xp.maximum(whole[:kinds], full), top)
-        begin[1:] = [xp.stack([low, whole[:kinds]], 1).reshape(-1, *top.shape[1:]), whole[kinds:]]
-        end[1:] = [xp.stack([full, top], 1).reshape(-1, *top.shape[1:]), high[kinds:]]
-    return xp.concatenate(begin), xp.concatenate(end)
+    begin = sure = torch.zeros_like(base)
+    end = upto = count
+    if low is not None:
+        begin, sure = before(base + low) // other * other, before(last + low)  # whole tiles: none ends beyond the last
+    if high is not None:
+        end, upto = before(last + high + 1), before(base + high + 1)
+    tiles = -((begin - torch.maximum(begin, end)) // other)
+    cut = torch.minimum(-((begin - torch.maximum(begin, sure)) // other), tiles)
+    inside = ((torch.minimum(upto, end) - begin) // other - cut).clamp(min=0)
+    found = [
+        torch.stack([start + (begin + skipped * other) * step, step, stop, number, times], 1)
+        for skipped, number in ((cut, inside), (0, cut), (cut + inside, tiles - cut - inside))
+    ]
+    return found[0], torch.stack(found[1:], 1)
