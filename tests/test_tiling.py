@@ -9,6 +9,7 @@ import itertools
 import random
 import weakref
 from collections import Counter, namedtuple
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +21,12 @@ from dilated_attention import Blocks, DilatedPattern, Pattern, Window
 from dilated_attention.backends.triton import tiling as tilings
 from dilated_attention.backends.triton.dispatch import form_of
 from dilated_attention.backends.triton.nesting import MOST_TILES, launches
+from dilated_attention.backends.triton.strips import launches as launches_of
 from dilated_attention.backends.triton.strips import work
 from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
 from dilated_attention.backends.triton.tiling import Nest, Nests, tiling
 from dilated_attention.call import Call, Heads
+from tests.cases import UNIONS
 from tests.drawn import few
 
 SEES = ("all", "earlier", "later")
@@ -62,7 +65,7 @@ def plain_tiling(widths: Numbers, rates: Numbers, offset: int, length: int, own:
     return Plain(tuple(Tile(*x) for x in found.tiles.tolist()), tuple(Run(*x) for x in found.runs.tolist()))
 
 
-def walk(runs: tuple[Run, ...], first: int, tiles: int, other: int) -> list[tuple[Run, list[int]]]:
+def walk(runs: Sequence[Run], first: int, tiles: int, other: int) -> list[tuple[Run, list[int]]]:
     """``tiles`` tiles from the run ``first`` on, run after run: the run of each, and its positions."""
     every = ((run, run.base + tile * other * run.step) for run in runs[first:] for tile in range(run.tiles))
     some = itertools.islice(every, tiles)
@@ -282,6 +285,52 @@ def test_long_tables_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch, see
     with torch.device("meta"):
         same(make_table(asked), expected)
     assert made == [CPU]  # for the tail: a period's are kept
+
+
+def pairs_of(found: Table, tokens: int, own: int, other: int) -> set[tuple[int, int]]:
+    """All that the kernels meet of head 0, each row where it is; a row that is there is within the sequence."""
+    fields = len(Section._fields)
+    data = found.sections.tolist() if found.parts else found.sections[4 + int(found.sections[0]) :].tolist()
+    count = found.parts or int(found.sections[1])
+    tiles, runs = (x[: len(x) // n * n].view(-1, n).tolist() for x, n in ((found.tiles, 7), (found.runs, 5)))
+    every, pairs = [Run(*run) for run in runs], set()
+    for section in (Section(*data[at : at + fields]) for at in range(0, count * fields, fields)):
+        if section.head or section.program == 2**31 - 1:
+            continue
+        for repeat, tile in itertools.product(
+            range(section.periods), tiles[section.tile : section.tile + section.tiles]
+        ):
+            start, one = section.start + repeat * section.length, Tile(*tile)
+            mine = [row for row in range(one.base, one.base + own * one.step, one.step) if row < one.stop]
+            for first, number, is_edge in ((one.run, one.plain, False), (one.edge_run, one.edge, True)):
+                for run, rows in walk(every, first, number, other):
+                    there = [row for row in rows if row < run.stop]
+                    assert is_edge or there == rows, "a whole tile needs a mask"
+                    assert found.ragged or there == rows, "a tile is read beyond its rows"
+                    assert 0 <= start + min(there, default=0) <= start + max(there, default=0) < tokens
+                    met = {
+                        (row, x) for row in mine for x in there if not is_edge or section.low <= x - row <= section.high
+                    }
+                    moved = {(start + row, start + x) for row, x in met}
+                    assert not moved & pairs, "a pair counts twice"
+                    pairs |= moved
+    return pairs
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", UNIONS)
+def test_tables_of_any_branches_say_what_the_pattern_says(name: str, is_causal: bool, kernel: str) -> None:
+    for tokens, own, other in ((150, 8, 16), (129, 16, 8)):
+        call = Call(Pattern(UNIONS[name]), is_causal, kv_heads=2, heads=2, total=tokens)
+        if launches_of(call) is None:
+            return  # only a mask can tell some pairs apart
+        given = demand((), cu_seqlens=(0, tokens), own=own, other=other)
+        found = [pairs_of(make_table(given._replace(nests=x)), tokens, own, other) for x in work(call, kernel)]
+        keys = [call.pattern.keys(row, 0, num_tokens=tokens, num_heads=2, is_causal=is_causal) for row in range(tokens)]
+        expected = {(row, key) if kernel == "forward" else (key, row) for row in range(tokens) for key in keys[row]}
+        assert sum(map(len, found)) == len(expected)
+        assert set().union(*found) == expected
 
 
 def sizes_of(pattern: Pattern, tokens: int, kernel: str = "forward") -> list[tuple[int, ...]]:

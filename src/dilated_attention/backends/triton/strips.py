@@ -212,7 +212,7 @@ def pieces(strip: Strip, own: int) -> Iterator[Piece]:
         if first < end:
             yield Piece(0, 0, 1, _counted(np.array([[first, step, end]]), own), strip.met)
     at = start + inner.start * size
-    around = strip.met - np.array([0, at, 0, at, 0])
+    around = strip.met - np.array([0, at, 0, at + (len(inner) - 1) * size, 0])  # rows that are there for all of them
     yield Piece(at, size, len(inner), np.array([[0, step, size, 1]]), around)
 
 
