@@ -130,8 +130,9 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     check_cu_seqlens_end(call.cu_seqlens, shards.tokens)
     exchange = parallel.exchange or "auto"
     if exchange == "auto":
-        # in the dtype that travels, and without what differs from rank to rank
-        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
+        # in the dtype that travels, and without what differs from rank to rank or is known of the shards
+        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, cu_seqlens=())
+        alike = alike._replace(device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
     kind: type[ParallelCall] = AllToAll if exchange == "alltoall" else Circulation
     start = shards.starts[transport.rank]
