@@ -114,6 +114,22 @@ def test_every_kind_and_every_union(name: str) -> None:
         check_every_rank(case)
 
 
+SENT = [x for name in ("union_threads", "union_packed_threads") for x in cover(name) if x.recompute and not x.dropout_p]
+
+
+@pytest.mark.filterwarnings("ignore:key_padding_mask ignores every key")
+@pytest.mark.parametrize("case", SENT[::3], ids=lambda case: case.id)
+def test_what_is_sent(case: Case) -> None:
+    cost = case.cost()
+    for rank, transport in enumerate(case.on_threads()[1]):
+        there, back = cost.of_rank(rank, case.exchange)
+        stats = transport.stats
+        assert stats.hops == there.hops + back.hops
+        assert stats.bytes_sent == there.bytes_sent + back.bytes_sent
+        assert stats.bytes_received == there.bytes_received + back.bytes_received
+        assert stats.peak_buffer_bytes <= cost.exchanges[case.exchange].held
+
+
 @few(60)
 @given(CASES)
 def test_every_rank_of_every_exchange(case: Case) -> None:
