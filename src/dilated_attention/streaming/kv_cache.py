@@ -199,6 +199,7 @@ class KVCache:
             if mine:
                 place, slot = table.slots_of(view, branch, mine)
                 some = x[:, samples][:, view.sample : view.sample + view.samples, place, slot]
+                some = some if some.dim() == 6 else some.unsqueeze(3)
                 parts.append(some.permute(0, 1, 3, 4, 2, 5).flatten(1, 2))
                 order += mine
         return parts[0] if len(parts) == 1 else torch.cat(parts, 3)[:, :, :, torch.tensor(order).argsort()]

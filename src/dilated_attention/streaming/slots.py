@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import View
 from dilated_attention.branches import Branch
-from dilated_attention.branches.base import FOREVER, Kept
+from dilated_attention.branches.base import FOREVER, Kept, in_order
 from dilated_attention.pattern import Pattern
 
 
@@ -36,7 +36,7 @@ class Table:
         """``branches``: by their numbers in the pattern. ``tokens``: there is room for sequences so long."""
         self.heads, self.branches, self.once = heads, branches, pattern.counts == "once"
         kept = [[branch.kept(head) for branch in branches.values()] for head in heads]
-        self.asks = [one.asks for one in kept[0]]
+        self.listed, self.asks = kept, [one.asks for one in kept[0]]
         with torch.inference_mode(False):
             self.head = torch.tensor(heads, device=device)
             self.kept: Any = Kept(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
@@ -97,16 +97,24 @@ class Table:
         head, slot = (distance < stop - first).nonzero(as_tuple=True)
         return head, slot, stop - first - 1 - distance[head, slot]
 
-    def slots_of(self, view: View, branch: int, mine: list[int]) -> tuple[Tensor, Tensor]:
-        """Rows of a branch, as a view of all tokens: of some of its heads the places here, (h, 1, 1), and the slots,
-        (h, segments, rows)."""
-        device, number = self.head.device, [*self.branches].index(branch)
-        place = torch.tensor([self.heads.index(view.head + i * view.head_step) for i in mine], device=device)
-        one = Kept(*(x[place, number, None, None] for x in self.kept))
-        head = torch.tensor(mine, device=device)[:, None, None]
-        segment, row = (torch.arange(size, device=device) for size in (view.segments, view.rows))
-        token = view.token + head * view.token_step + segment[:, None] * view.segment_step + row * view.row_step
-        return place[:, None, None], self.begin[number] + (token - one.offset) % one.period // one.step
+    def slots_of(self, view: View, branch: int, mine: list[int]) -> tuple[slice | Tensor, slice | Tensor]:
+        """Rows of a branch, as a view of all tokens: of some of its heads the places here, and the slots. As slices if
+        all heads have the same slots, in one stretch; else as (h, 1, 1) and (h, segments, rows)."""
+        number, starts = [*self.branches].index(branch), []
+        places = [self.heads.index(view.head + i * view.head_step) for i in mine]
+        for i, place in zip(mine, places, strict=True):
+            one = self.listed[place][number]
+            starts.append((view.token + i * view.token_step - one.offset) % one.period)
+        begin, rows, segments = sum(self.sizes[:number]), view.row_step * view.rows, view.segments
+        heads = in_order(places)
+        if segments == len(heads) == len(set(starts)) == 1 and starts[0] + rows - view.row_step < one.period:
+            first = begin + starts[0] // one.step
+            step = view.row_step // one.step
+            return slice(places[0], places[-1] + 1, heads[0].step), slice(first, first + rows // one.step, step)
+        start, at = (torch.tensor(some, device=self.head.device)[:, None, None] for some in (starts, places))
+        segment, row = (torch.arange(size, device=at.device) for size in (segments, view.rows))
+        token = start + segment[:, None] * view.segment_step + row * view.row_step
+        return at, begin + token % one.period // one.step
 
 
 @functools.lru_cache(maxsize=32)
