@@ -15,15 +15,7 @@ from torch.nn import functional as F
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
-from dilated_attention.models import (
-    LMConfig,
-    LongNetEncoder,
-    LongNetLM,
-    document_positions,
-    shifted,
-    summed_loss,
-    token_losses,
-)
+from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, shifted, summed_loss, token_losses
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 from dilated_attention.ranks import pool
@@ -326,7 +318,7 @@ def over_ranks(name: str) -> list[str]:
         torch.distributed.all_reduce(grad)
         grad /= group.size()
     documents = torch.tensor([0, 3, 30, TOKENS])
-    starts = shard_sequence(document_positions(documents)[None], group)
+    starts = shard_sequence(da.models.document_positions(documents)[None], group)
     packed = model(shard[:1], positions=starts, cu_seqlens=documents, group=group)
     whole = model(tokens[:1], cu_seqlens=documents)
     own = {} if group.rank() else places

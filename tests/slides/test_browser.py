@@ -14,13 +14,7 @@ from dilated_attention.models import AttentionMap
 from dilated_attention.slides.maps import Maps, Thumbnail
 from dilated_attention.slides.maps import page as page_of
 from tests import browsing
-from tests.browsing import (
-    IN_A_BROWSER,
-    keeps_to_itself,
-    open_page,
-    pixel_at,
-    started_browser,  # noqa: F401
-)
+from tests.browsing import IN_A_BROWSER, keeps_to_itself, open_page, pixel_at, started_browser  # noqa: F401
 
 pytest.importorskip("altair")
 

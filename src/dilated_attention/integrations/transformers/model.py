@@ -186,7 +186,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
                 raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut")
-            tokens = self._tokens(input_ids, inputs_embeds)
+            if (input_ids is None) == (inputs_embeds is None):
+                raise ValueError("give either input_ids or inputs_embeds")
+            ids: Any = input_ids
+            tokens = checked_tokens(ids) if inputs_embeds is None else inputs_embeds * self.lm.scale
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, cache, kwargs)
             if isinstance(cache, DilatedCache):
                 cache.layers[0].check_past(grid, len(tokens))
@@ -254,12 +257,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             share = (shift_labels != IGNORED).sum().clamp(min=1) / asked
         loss = summed_loss(states, self.lm.head.weight, shift_labels)
         return loss / ((shift_labels != IGNORED).sum() if items is None else items * share)
-
-    def _tokens(self, ids: Any, embedded: Tensor | None) -> Tensor:
-        """As the plain model takes them."""
-        if (ids is None) == (embedded is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        return checked_tokens(ids) if embedded is None else embedded * self.lm.scale
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         if self.pattern_read != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
