@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.blocks import together, with_keys_here
-from dilated_attention.branches import Branch, Dilated
+from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import Rows
 from dilated_attention.branches.union import count_pairs
 from dilated_attention.call import Call
@@ -70,39 +70,35 @@ def rows_needed(call: Call, shards: Shards) -> Needs:
     size = shards.ranks
     rows = torch.zeros(size, size, dtype=torch.int64, device="cpu")
     needs = Needs(rows, rows.new_zeros(size), rows.new_zeros(size))
-    for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
+    for index in range(len(call.pattern.branches_for(call.held.total))):
         known: dict[tuple[int, ...], Needs] = {}
-        for zone in shared_zones(call, shards, branch):
+        branch = segmented(call, index)
+        for zone in shared_zones(shards, branch):
             ranks, cut = shards.cut(*zone)
             if cut not in known:
-                known[cut] = (_in_segment if is_segmented(call, branch) else _in_sequence)(call, index, cut)
+                known[cut] = _in_segment(call, index, branch, cut) if branch else _in_sequence(call, index, cut)
             here = slice(ranks.start, ranks.stop)
             for x, part in zip((rows[here, here], needs.queries[here], needs.own[here]), known[cut], strict=True):
                 x += part
     return needs
 
 
-def shared_zones(call: Call, shards: Shards, branch: Branch) -> list[tuple[int, int]]:
-    """The sequences, or segments of a dilated branch, that lie on several ranks: nothing outside of one is seen."""
+def segmented(call: Call, index: int) -> Dilated | None:
+    """The branch, if each of its segments is like a sequence of its own, whatever the other branches."""
+    branch = call.pattern.branches_for(call.held.total)[index]
+    return branch if call.pattern.counts == "sum" and isinstance(branch, Dilated) else None
+
+
+def shared_zones(shards: Shards, branch: Dilated | None) -> list[tuple[int, int]]:
+    """The sequences, or the segments of the branch, that lie on several ranks: nothing outside of one is seen."""
     inner = {border for border in shards.starts if 0 < border < shards.tokens}
-    if is_segmented(call, branch):
-        assert isinstance(branch, Dilated)
-        zones = {segment_at(shards, border, branch.length) for border in inner}
-    else:
-        zones = {shards.sequence(border) for border in inner}
-    return sorted(zone for zone in zones if zone[0] not in inner or len(shards.holders(*zone)) > 1)
+    zones = {segment_at(shards, x, branch.length) if branch else shards.sequence(x) for x in inner}
+    return sorted(zone for zone in zones if len(shards.holders(*zone)) > 1)
 
 
-def is_segmented(call: Call, branch: Branch) -> bool:
-    """Whether each segment of the branch is like a sequence of its own, whatever the other branches."""
-    return call.pattern.counts == "sum" and isinstance(branch, Dilated)
-
-
-def _in_segment(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
+def _in_segment(call: Call, index: int, branch: Dilated, cut: tuple[int, ...]) -> Needs:
     """A segment that is cut at these tokens: all that hold rows of it, or when causal all before, are needed."""
-    branch, starts = call.pattern.branches_for(call.held.total)[index], torch.tensor(cut, device="cpu")
-    assert isinstance(branch, Dilated)
-    size = len(cut) - 1
+    starts, size = torch.tensor(cut, device="cpu"), len(cut) - 1
     needs = Needs(starts.new_zeros(size, size), *starts.new_zeros(2, size))
     others = torch.ones(size, size, dtype=torch.bool, device="cpu")
     others = others.tril(-1) if call.is_causal else others.fill_diagonal_(False)
@@ -183,9 +179,10 @@ def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
     found = torch.zeros(shards.ranks, dtype=torch.int64, device="cpu")
     for start, stop in itertools.pairwise(shards.cu_seqlens):
         ranks, cut = shards.cut(start, stop)
-        for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
-            pairs = _pairs_in_segments if is_segmented(call, branch) else _pairs
-            found[ranks.start : ranks.stop] += pairs(call, index, cut)
+        for index in range(len(call.pattern.branches_for(call.held.total))):
+            branch = segmented(call, index)
+            pairs = _pairs_in_segments(call, index, branch, cut) if branch else _pairs(call, index, cut)
+            found[ranks.start : ranks.stop] += pairs
     return found
 
 
@@ -201,10 +198,9 @@ def _pairs(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _pairs_in_segments(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
+def _pairs_in_segments(call: Call, index: int, branch: Dilated, cut: tuple[int, ...]) -> Tensor:
     """The same, of a branch whose segments are like sequences of their own."""
-    branch, tokens = call.pattern.branches_for(call.held.total)[index], torch.tensor(cut, device="cpu")
-    assert isinstance(branch, Dilated)
+    tokens = torch.tensor(cut, device="cpu")
     width, found = branch.length, tokens.new_zeros(len(cut) - 1)
     whole, rest = tokens // width, tokens % width
     length = (cut[-1] - whole * width).clamp(max=width)  # of the segment that each token is in
