@@ -468,7 +468,7 @@ MUTANTS = [
     M("rows-with-output-of-another-head", "Which rows get an output is told of the first head.", "show/view.py",
       "self.pattern.covered(kv_head,", "self.pattern.covered(0,"),
     M("repeats-in-one-cell-count-once", "Segments that lie in one cell of a picture count as one.", "show/counts.py",
-      "alone[i - 1, j - 1] += pairs * (stop - first)", "alone[i - 1, j - 1] += pairs"),
+      "+= pairs * (stop - first)", "+= pairs"),
     # --- slides ---------------------------------------------------------------------------------------------------
     M("a-bad-slide-takes-the-others", "A slide that cannot be read ends the whole run.", "slides/encode.py",
       "except (BadFile, OSError) as error:", "except OSError as error:"),

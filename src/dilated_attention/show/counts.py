@@ -20,30 +20,30 @@ from dilated_attention.branches import Branch
 from dilated_attention.branches.base import Rect, Rows
 
 OVERVIEW = 128  # stretches of several tokens
+BEYOND = 2**60  # farther than any token
 
 
 @functools.lru_cache(maxsize=16)  # of one head the next has many branches, too
 def shares(branch: Branch, head: int, tokens: int, is_causal: bool, edges: tuple[int, ...]) -> Tensor:
     """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch shows, 0 to 1."""
-    lengths, alone = torch.tensor(edges).diff().double(), defaultdict[tuple[int, int], float](float)
-    counts = torch.zeros(len(lengths), len(lengths), dtype=torch.float64)  # which does not overflow
+    cuts = (-BEYOND, *edges, BEYOND)  # the outermost cells are not shown
+    alone = defaultdict[tuple[int, int], float](float)
+    counts = torch.zeros(len(cuts) - 1, len(cuts) - 1, dtype=torch.float64)  # which does not overflow
     for rect in branch.rects(head, range(edges[0], edges[-1]), tokens, is_causal):
         pairs = float(rect._replace(repeats=1).pairs())
         for first, stop in _runs(rect, edges) if pairs else ():
             one = rect.some(first, first + 1)
-            places = [(bisect_right(edges, rows.start), bisect_right(edges, rows.last)) for rows in one[:2]]
-            (i, last), (j, right) = places
-            if (i, j) == (last, right):
-                alone[i - 1, j - 1] += pairs * (stop - first)
+            down, across = (slice(bisect_right(cuts, x.start) - 1, bisect_right(cuts, x.last)) for x in one[:2])
+            if down.stop - down.start == across.stop - across.start == 1:
+                alone[down.start, across.start] += pairs * (stop - first)
                 continue
-            down, across = (slice(max(0, start - 1), last) for start, last in places)
-            at = edges[down.start]  # from here on, so that repeats are alike
-            sides = (tuple(edge - at for edge in edges[x.start : x.stop + 1]) for x in (down, across))
+            at = cuts[down.start]  # from here on, so that repeats are alike
+            sides = (tuple(cut - at for cut in cuts[x.start : x.stop + 1]) for x in (down, across))
             counts[down, across] += _spread(one.moved(-at), *sides)
-    inside = [(*cell, pairs) for cell, pairs in alone.items() if min(cell) >= 0 and max(cell) < len(counts)]
-    i, j, numbers = torch.tensor(inside, dtype=torch.float64).view(-1, 3).T
-    counts.index_put_((i.long(), j.long()), numbers, accumulate=True)
-    return counts / (lengths[:, None] * lengths)
+    cells = torch.tensor([*alone], dtype=torch.int64).view(-1, 2).T
+    counts.index_put_((*cells,), torch.tensor([*alone.values()], dtype=torch.float64), accumulate=True)
+    lengths = torch.tensor(edges).diff().double()
+    return counts[1:-1, 1:-1] / (lengths[:, None] * lengths)
 
 
 def _runs(rect: Rect, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
