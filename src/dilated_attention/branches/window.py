@@ -50,7 +50,8 @@ class Window(Branch):
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         (low, high), distance = self.limits, key - query
-        return (distance >= low) & (distance <= high) & (distance % self.rate == 0)
+        near = (distance >= low) & (distance <= high)
+        return near if self.rate == 1 else near & (distance % self.rate == 0)  # a remainder takes long on a CPU
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         low, high = self.limits
