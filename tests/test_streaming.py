@@ -306,3 +306,22 @@ def test_a_segment_larger_than_the_machine_is_refused_by_default(is_causal: bool
     """The table has streams of such segments, and of as many tokens as are told."""
     with pytest.raises(ValueError, match=r"would take \d[\d,]+ bytes"):
         next(da.stream([like()], DilatedPattern.longnet([2**48], [1]), is_causal=is_causal, enable_gqa=True))
+
+
+def test_a_stream_that_would_wait_for_its_end_is_refused() -> None:
+    for branch in (da.Strided(3), da.Global(1), da.Dense()):
+        pattern = da.Pattern([da.Window(2), branch])
+        with pytest.raises(NotImplementedError, match=r"not causal would wait for all tokens, with Pattern\(\[Window"):
+            next(da.stream([like()], pattern, enable_gqa=True))
+
+
+def test_rows_that_grow_are_checked_as_they_come() -> None:
+    """Or at once, if it is known how long the stream will be."""
+    pattern, size = da.Pattern([da.Strided(2)]), 2 * 2 * 4 * 4  # k and v of two heads
+    given: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "max_bytes": 5 * size}
+    outputs = da.stream([like(tokens=10)] * 2, pattern, **given)
+    assert next(outputs).shape[1] == 10
+    with pytest.raises(ValueError, match=f"would take {10 * size:,} bytes .*, and max_bytes is {5 * size:,}"):
+        next(outputs)
+    with pytest.raises(ValueError, match=f"would take {6 * size:,} bytes"):
+        next(da.stream([like(tokens=10)], pattern, **given, num_tokens=12))
