@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention import reference
 from dilated_attention.functional import dilated_attention
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 
@@ -93,7 +93,7 @@ def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dl
 
 
 def oracle(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None, *,
+    qkv: tuple[Tensor, ...], pattern: Pattern, dout: Tensor, dlse: Tensor | None = None, *,
     dtype: torch.dtype | None = torch.float64, **options: Any,
 ) -> Results:  # fmt: skip
     """Computes the reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype.
@@ -157,7 +157,7 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
 
 
 def check(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, lse_gradient: bool = True, seed: int = 0, **options: Any
+    qkv: tuple[Tensor, ...], pattern: Pattern, *, lse_gradient: bool = True, seed: int = 0, **options: Any
 ) -> None:
     """Compares `dilated_attention` on query, key and value with the oracle, as `assert_exact` does.
 

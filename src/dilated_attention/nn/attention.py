@@ -19,7 +19,7 @@ class DilatedAttention(Core):
         segment_lengths, dilation_rates: one of each per branch, in tokens.
         softmax_scale: multiplies the scores; 1/sqrt(D) by default.
         attention_dropout: the share of (query, key) pairs dropped in training mode; stored as ``self.dropout``.
-        options: ``pattern``, a :class:`DilatedPattern` instead of the two lists; ``rule``, how the two lists are
+        options: ``pattern``, any :class:`Pattern` instead of the two lists; ``rule``, how the two lists are
             assigned to heads: "head_groups" (the default), "longnet" or "torchscale"; ``backend``, as in
             :func:`dilated_attention`.
 
