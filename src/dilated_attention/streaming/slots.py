@@ -62,13 +62,11 @@ class Table:
         return torch.where(distance < 0, distance + spread[1], distance)
 
     def slot(self, at: Tensor, count: Tensor | None) -> Slot:
-        """Of the next token; none where the count is 0."""
+        """Of the next token. Where the count is 0 it is not real: it sees nothing, and the real one takes its slot."""
         at, kept = at[:, None, None], self.kept
         place = (at - kept.offset) % kept.period
         row = place // kept.step
         absent = (place % kept.step != 0) | (row >= self.count)
-        if count is not None:
-            absent |= (count == 0)[:, None, None]
         since = torch.where(kept.anew > 0, at % kept.period, at).masked_fill(absent & (kept.among > 0), -1)
         distance = self.distance(place, self._spread)
         hidden = distance > since[:, :, self.number]
