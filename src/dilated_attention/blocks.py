@@ -384,15 +384,17 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
     branch = call.pattern.branches_for(call.held.total)[index]
     for begin, end in itertools.pairwise(_cu_seqlens_here(call)):
         queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
-        if not queries:
+        here = call.key_start - begin, call.key_start + call.keys - begin
+        reach = branch.reach(queries) or range(n)
+        if not queries or reach.stop <= here[0] or here[1] <= reach.start:
             continue
         for rect, but in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops):
             first, segment, zeros = rect.queries.start, begin, 0
             if isinstance(branch, Dilated):
                 segment += first - first % branch.length
                 zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
-            for here in with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
-                for even in here.even():
+            for part in with_keys_here(rect, *here):
+                for even in part.even():
                     yield Place(even.moved(begin), segment, zeros, but, (begin, end))
 
 

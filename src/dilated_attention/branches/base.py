@@ -234,6 +234,14 @@ class Branch:
         """All pairs of these queries, each once. Heads have equally many rectangles in one order; some are empty."""
         raise NotImplementedError
 
+    def repeats(self) -> tuple[int, int]:
+        """A token and a period: from there on, a pair is shown if that a period later is; a period of 0: unknown."""
+        return 0, 0
+
+    def reach(self, queries: range) -> range | None:
+        """The tokens that these queries see at most, if it does not depend on the length of the sequence."""
+        return None
+
     def kept(self, head: int) -> Kept:
         """What later queries of a causal sequence can see; by default all tokens."""
         return Kept(asks=True)

@@ -61,6 +61,12 @@ class Dilated(Branch):
             rect = Rect(rows, keys, repeats=repeats, period=self.length if repeats > 1 else 0)
             yield rect.between(high=0 if is_causal else None)
 
+    def repeats(self) -> tuple[int, int]:
+        return 0, self.length
+
+    def reach(self, queries: range) -> range:
+        return range(queries.start // self.length * self.length, -(-queries.stop // self.length) * self.length)
+
     def kept(self, head: int) -> Kept:
         return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
 

@@ -45,6 +45,9 @@ class Prefix(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         return seen_by_all(Rows(0, 1, min(self.count, n)), queries, is_causal)
 
+    def repeats(self) -> tuple[int, int]:
+        return self.count, 1
+
     def kept(self, head: int) -> Kept:
         return Kept(most=self.count, ahead=self.count)
 
@@ -105,6 +108,9 @@ class Global(Branch):
             return None
         parts = [rect._replace(queries=queries, keys=keys).between() for queries in spans[0] for keys in spans[1]]
         return [part for part in parts if not part.is_empty]
+
+    def repeats(self) -> tuple[int, int]:
+        return self.tokens if isinstance(self.tokens, int) else max(self.tokens, default=-1) + 1, 1
 
     def kept(self, head: int) -> Kept:
         """Queries up to the last of these tokens may see all before them, and later ones see none after it."""

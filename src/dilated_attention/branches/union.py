@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -27,6 +28,17 @@ def parts_of(
             else:
                 parts = [part for rest in rests for part in rest or ()]
         yield from ((part, tuple(but)) for part in parts)
+
+
+def moved_to(branch: Branch, others: Iterable[Branch], queries: range, n: int) -> tuple[int, int]:
+    """How many tokens earlier queries have the same parts, 0 if none do, and in a sequence of how many tokens."""
+    reach = branch.reach(queries)
+    if reach is None or reach.stop > n:
+        return 0, n
+    firsts, periods = zip(*(one.repeats() for one in (branch, *others)), strict=True)
+    period = math.lcm(*periods)
+    shift = max(0, reach.start - max(firsts)) // period * period if period else 0
+    return shift, reach.stop - shift
 
 
 def count_pairs(parts: Iterable[Part], head: int) -> int:

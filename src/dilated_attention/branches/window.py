@@ -59,6 +59,13 @@ class Window(Branch):
             rows, keys = rows_at(first, self.rate, first, queries.stop), rows_at(first, self.rate, 0, n)
             yield Rect(rows, keys).between(low, 0 if is_causal else high)
 
+    def repeats(self) -> tuple[int, int]:
+        return 0, 1
+
+    def reach(self, queries: range) -> range:
+        low, high = self.limits
+        return range(queries.start + low, queries.stop + high)
+
     def kept(self, head: int) -> Kept:
         return Kept(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention.blocks import together, with_keys_here
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import Rows
-from dilated_attention.branches.union import count_pairs
+from dilated_attention.branches.union import Part, count_pairs, moved_to
 from dilated_attention.call import Call
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.messages import Travelling, row_bytes
@@ -121,11 +121,7 @@ def _in_sequence(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
     starts = torch.tensor(cut, device="cpu")
     needs = Needs(starts.new_zeros(len(cut) - 1, len(cut) - 1), *starts.new_zeros(2, len(cut) - 1))
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
-        lanes = []
-        for head, times in kinds_of_heads(call, index) if first < stop else ():
-            seeing, keys = _beyond(call, index, head, range(first, stop), n)
-            needs.queries[reader] += times * seeing
-            lanes += [(*lane, times) for lane in keys]
+        _, needs.queries[reader], lanes = _of_queries(call, index, first, stop, n)
         if lanes:
             held = shards.holders(min(lane[0] for lane in lanes), max(Rows(*lane[:3]).last for lane in lanes) + 1)
             start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
@@ -139,11 +135,43 @@ def _before(tokens: Tensor, start: Tensor | int, step: Tensor | int) -> Tensor:
     return -((start - tokens) // step)
 
 
-def _beyond(call: Call, index: int, head: int, queries: range, n: int) -> tuple[int, list[Rows]]:
+class OfQueries(NamedTuple):
+    """What some queries do in a branch."""
+
+    pairs: int
+    seeing: int  # queries that see keys before or after all of them
+    lanes: list[tuple[int, int, int, int]]  # and those keys, each once: start, step, length, and of how many heads
+
+
+def _of_queries(call: Call, index: int, first: int, stop: int, n: int) -> OfQueries:
+    """Far from the beginning it is the same as near to it."""
+    branches = call.pattern.branches_for(call.held.total)
+    shift, length = moved_to(branches[index], branches, range(first, stop), n)
+    found = _near(call, index, range(first - shift, stop - shift), length)
+    return (
+        found._replace(lanes=[(start + shift, step, rows, times) for start, step, rows, times in found.lanes])
+        if shift
+        else found
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
+    pairs, seeing, lanes = 0, 0, []
+    for head, times in kinds_of_heads(call, index) if queries else ():
+        parts = list(call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops))
+        here, keys = _beyond(parts, queries, n)
+        pairs += times * count_pairs(parts, head)
+        seeing += times * here
+        lanes += [(*rows, times) for rows in keys]
+    return OfQueries(pairs, seeing, lanes)
+
+
+def _beyond(parts: list[Part], queries: range, n: int) -> tuple[int, list[Rows]]:
     """How many of these queries see keys before or after all of them, and those keys, each once."""
     seeing: set[Rows] = set()
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for rect, _ in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops):
+    for rect, _ in parts:
         for first, stop in ((0, queries.start), (queries.stop, n)) if not rect.is_empty else ():
             for part in with_keys_here(rect, first, stop) if first < stop else ():
                 for one in part.singles() if not part.is_empty else ():
@@ -189,12 +217,8 @@ def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
 @functools.lru_cache(maxsize=1 << 12)
 def _pairs(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
     """Of the queries of a sequence, where it is cut at these tokens."""
-    found, heads = torch.zeros(len(cut) - 1, dtype=torch.int64, device="cpu"), call.held.total
-    for rank, (first, stop) in enumerate(itertools.pairwise(cut)):
-        for head, times in kinds_of_heads(call, index):
-            parts = call.pattern.parts(index, head, range(first, stop), cut[-1], heads, call.is_causal)
-            found[rank] += times * count_pairs(parts, head)
-    return found
+    each = [_of_queries(call, index, *some, cut[-1]).pairs for some in itertools.pairwise(cut)]
+    return torch.tensor(each, dtype=torch.int64, device="cpu")
 
 
 @functools.lru_cache(maxsize=1 << 12)
