@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, dilated_attention, functional, testing
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import dispatch, launch, table
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.backends.triton.whole_call import Prepared
+from dilated_attention.resolve import Options
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED
 from tests.on_gpu import DEVICE, gradients, hold, make_mask, poisoned, same_bits
@@ -57,12 +59,12 @@ def make(
 
 
 def run(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None, **options: Any
-) -> Results:
-    given = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "heads": None, **options}
-
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None,
+    key_padding_mask: Tensor | None = None, seed: Tensor | None = None, **options: Any,
+) -> Results:  # fmt: skip
     def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.attend(*x, pattern, enable_gqa=True, backend="triton", **given)
+        chosen = Options(pattern, enable_gqa=True, backend="triton", **options)
+        return functional.attend(Inputs(*x, key_padding_mask, seed), chosen)
 
     return testing.run(attention, qkv, dout, dlse)
 
