@@ -211,7 +211,7 @@ def test_gradients_of_only_some_inputs(wanted: tuple[int, ...]) -> None:
 
 
 def through_the_op(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, backend: str) -> Tensor:
-    return torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(pattern).packed())[0]
+    return torch.ops.dilated_attention.forward_2(q, k, v, [None] * 4, *Call(pattern).packed())[0]
 
 
 @pytest.mark.parametrize("only_value", [False, True])
@@ -438,20 +438,20 @@ def test_opcheck(number: int, name: str) -> None:
     qkv, packed = leaves(q[:, :3] if name.startswith("few") else q, k, v), call.packed()
     given = call.of(*qkv[:2], others[0], call.start)
     assert autograd._read(Inputs(*qkv, *others[:3]), packed) == given, "a call is read as it was written"
-    torch.library.opcheck(OPS.forward.default, (*qkv, others, *packed))
-    out, lse = (x.detach() for x in OPS.forward(*qkv, others, *packed))
+    torch.library.opcheck(OPS.forward_2.default, (*qkv, others, *packed))
+    out, lse = (x.detach() for x in OPS.forward_2(*qkv, others, *packed))
     sent = out if number % 3 < 2 else None, lse if number % 3 != 1 else None
-    torch.library.opcheck(OPS.backward.default, (*sent, [*(x.detach() for x in qkv), *others, out, lse], *packed))
+    torch.library.opcheck(OPS.backward_2.default, (*sent, [*(x.detach() for x in qkv), *others, out, lse], *packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
     others, packed = [None] * 4, Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed()
-    results = OPS.forward(*QKV64, others, *packed)
+    results = OPS.forward_2(*QKV64, others, *packed)
     given = [*map(torch.randn_like, results), *results]
     CLOSE(*(
-        OPS.backward(dout, dlse, [*QKV64, *others, *saved], *packed)
+        OPS.backward_2(dout, dlse, [*QKV64, *others, *saved], *packed)
         for dout, dlse, *saved in (given, [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given])
     ))  # fmt: skip
 
@@ -461,6 +461,6 @@ def test_gradients_have_the_dtypes_of_the_inputs(dtype: torch.dtype) -> None:
     """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
     q, *keys = testing.make_qkv(1, 9, 4, 8, dtype=dtype)
     qkv, others, packed = (q[:, :2].bfloat16(), *keys), [None] * 4, Call(TORCHSCALE, start=5).packed()
-    out, lse = OPS.forward(*qkv, others, *packed)
-    grads = OPS.backward(out, lse, [*qkv, *others, out, lse], *packed)
+    out, lse = OPS.forward_2(*qkv, others, *packed)
+    grads = OPS.backward_2(out, lse, [*qkv, *others, out, lse], *packed)
     assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, dtype, dtype]

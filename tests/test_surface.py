@@ -184,7 +184,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [11_700, 65_000], "tools": [5_150, 27_100]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [11_610, 64_300], "tools": [5_150, 27_000]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

@@ -1,7 +1,7 @@
 """A call on one device as one autograd node, and as two registered ops wherever torch looks at ops.
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
-tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which do without the wrappers of
+tensors, tracers and subclasses see `dilated_attention::forward_2` and `::backward_2`, which do without the wrappers of
 `torch.library.custom_op`: those took a large part of a short compiled step (benchmarks/results/turns.json).
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
@@ -82,11 +82,11 @@ class Registered:
     packed: Sequence[Any]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> Pair:
-        op = torch.ops.dilated_attention.forward.default
+        op = torch.ops.dilated_attention.forward_2.default
         return _below_autograd(op, self.keyset, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
 
     def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
-        return torch.ops.dilated_attention.backward(*sent, list(saved), *self.packed)  # type: ignore[no-any-return]
+        return torch.ops.dilated_attention.backward_2(*sent, list(saved), *self.packed)  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
@@ -227,14 +227,15 @@ class Refusing(torch.autograd.Function):
 
 # --- the registered ops -------------------------------------------------------------------------------------------
 
+# The number in a name goes up when what an op is given does: torch keeps compiled code on disk, and finds it by names.
 _library: Any = torch.library.Library("dilated_attention", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "forward(Tensor query, Tensor key, Tensor value, Tensor?[] others, SymInt[] numbers, float scale, float dropout_p, "
-    "str call) -> (Tensor, Tensor)",
+    "forward_2(Tensor query, Tensor key, Tensor value, Tensor?[] others, SymInt[] numbers, float scale, "
+    "float dropout_p, str call) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt[] numbers, float scale, float dropout_p, str call) "
+    "backward_2(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt[] numbers, float scale, float dropout_p, str call) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -282,7 +283,7 @@ def _autograd_backward(keyset: Any, *given: Any) -> Gradients:
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved))
     if is_plain(dout, dlse, *saved[:3]) and not wanted:
         return _backward(*given)
-    grads: Gradients = _below_autograd(torch.ops.dilated_attention.backward.default, keyset, *given)
+    grads: Gradients = _below_autograd(torch.ops.dilated_attention.backward_2.default, keyset, *given)
     if wanted:
         return Refusing.apply(NOT_TWICE, len(grads), *grads, dout, dlse, *saved)  # type: ignore[no-any-return, no-untyped-call]
     return grads
@@ -293,10 +294,10 @@ def _refuse_transforms(*_: Any) -> Any:
     raise NotImplementedError(NOT_COMPILED)
 
 
-_library.impl("forward", _autograd_forward, "Autograd", with_keyset=True)
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("backward", _autograd_backward, "Autograd", with_keyset=True)
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("forward_2", _autograd_forward, "Autograd", with_keyset=True)
+_library.impl("forward_2", _forward, "CompositeExplicitAutograd")
+_library.impl("backward_2", _autograd_backward, "Autograd", with_keyset=True)
+_library.impl("backward_2", _backward, "CompositeExplicitAutograd")
 
 
 def _fake_forward(query: Tensor, *_: Any) -> Pair:
@@ -307,7 +308,7 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
     return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
-FORWARD = torch.ops.dilated_attention.forward
-torch.library.register_vmap("dilated_attention::forward", _refuse_transforms, lib=_library)
-torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
-torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)
+FORWARD = torch.ops.dilated_attention.forward_2
+torch.library.register_vmap("dilated_attention::forward_2", _refuse_transforms, lib=_library)
+torch.library.register_fake("dilated_attention::forward_2", _fake_forward, lib=_library)
+torch.library.register_fake("dilated_attention::backward_2", _fake_backward, lib=_library)
