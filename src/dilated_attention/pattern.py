@@ -26,11 +26,6 @@ Counts = Literal["once", "sum"]
 MAX_BRANCHES = 64
 
 
-def rows_at_offset(length: int, dilation: int, offset: int) -> int:
-    """How many p in [0, length) have p mod dilation == offset."""
-    return max(0, -((offset - length) // dilation))
-
-
 class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 

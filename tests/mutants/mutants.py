@@ -67,8 +67,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 M = Mutant
 MUTANTS = [
     # --- what a pattern means -----------------------------------------------------------------------------------
-    M("rows-rounded-down", "The last row of a segment that the rate does not divide is not counted.", "pattern.py",
-      "max(0, -((offset - length) // dilation))", "max(0, (length - offset) // dilation)"),
+    M("rows-rounded-down", "The last row of a segment that the rate does not divide is lost.", "branches/base.py",
+      "Rows(start, rate, max(0, -((start - stop) // rate)))", "Rows(start, rate, max(0, (stop - start) // rate))"),
     M("torchscale-offset-rounded-down", "The torchscale rule rounds the heads per offset down instead of up.",
       "pattern.py", "lambda heads, rate: -(-heads // rate)", "lambda heads, rate: heads // rate"),
     M("head-groups-one-head-too-many", "Where branches do not divide the heads, one branch takes a head of the next.",
