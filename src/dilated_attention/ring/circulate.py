@@ -1,6 +1,6 @@
 """Keys and values of other ranks come to this rank's queries while it computes, forward and backward.
 
-`away` says which rows a rank's queries need of another one's: the reader and the owner make the same list. They go
+`away` lists the rows of one rank that the queries of another need: the reader and the owner make the same list. They go
 straight from the owner to the reader. On a ring step t is with the ranks t places before and after; in an all-gather
 one step is with all. While a rank computes with what arrived, the next step is on its way. In the backward pass the
 gradients of these rows go straight home, in float32.

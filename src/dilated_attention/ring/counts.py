@@ -1,6 +1,6 @@
 """What every rank sends, receives, holds and computes in each exchange, counted for all ranks at once.
 
-Which rows a rank's queries need of other ranks follows from the rectangles of its queries, as in `blocks.away`. A
+What the queries of one rank need of others follows from their rectangles, as in `blocks.away`. A
 dilated branch repeats itself: what queries need is found once for all that lie alike in their segments.
 """
 
