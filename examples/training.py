@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dilated_attention import charts
 from dilated_attention.distributed import agreement
 from dilated_attention.distributed.group import GroupTransport
-from dilated_attention.models.weights import unpickled
+from dilated_attention.models.weights import STEPS, unpickled
 
 
 def together(what: str, device: str = "cpu") -> AbstractContextManager[dict[str, object]]:
@@ -78,7 +78,7 @@ class Checkpoints:
         self.folder, self.facts = folder, json.loads(json.dumps(facts))
 
     def whole(self) -> list[Path]:  # old ones first
-        return sorted(self.folder.glob("step-????????.pt"))
+        return sorted(self.folder.glob(STEPS))
 
     def last(self) -> str:  # for messages
         return str(max(self.whole(), default="none"))

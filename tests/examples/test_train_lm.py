@@ -249,9 +249,9 @@ def test_a_training_goes_on_with_more_steps_and_its_model_is_loaded(tmp_path: Pa
         log.write('{"step": 5, "lo')  # a torn line is left out
     alone(train_lm.main, given(tmp_path, "--steps", 6))
     assert steps(tmp_path) == [1, 2, 3, 4, 4, 5, 6, 6]
-    checkpoint = torch.load(tmp_path / "out/step-00000006.pt", weights_only=True)
-    model = train_lm.LongNetLM(train_lm.LMConfig.from_dict(checkpoint["config"]))
-    model.load_state_dict(checkpoint["model"])
+    assert names(tmp_path) == ["step-00000004.pt", "step-00000006.pt"]
+    model, last = map(train_lm.LongNetLM.from_checkpoint, (tmp_path / "out", tmp_path / "out/step-00000006.pt"))
+    assert all(map(torch.equal, model.parameters(), last.parameters()))
     tokens = torch.tensor([[BEGIN, *b"word1 in line"]])
     assert model(tokens, train_lm.shifted(tokens)).mean() < math.log(BYTES)
 

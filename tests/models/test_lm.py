@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,34 @@ def test_a_config_is_written_as_json(name: str) -> None:
     for pattern in (config.pattern, DilatedPattern.torchscale([8], [1], mixing_gradient="detached")):
         config = dataclasses.replace(config, pattern=pattern)
         assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", ["paper", "sinks"])  # tied weights, and others
+def test_a_checkpoint_is_loaded(name: str, tmp_path: Path) -> None:
+    """By its name, or as the newest of its folder; weights that are one stay one."""
+    model, tokens = small(name).float(), batch()
+    for step, weights in ((9, {}), (10, model.state_dict())):
+        torch.save({"config": model.config.to_dict(), "model": weights, "more": 1}, tmp_path / f"step-{step:08}.pt")
+    for path in (tmp_path, str(tmp_path / "step-00000010.pt")):
+        found = LongNetLM.from_checkpoint(path)
+        assert found.config == model.config
+        assert torch.equal(found(tokens), model(tokens))
+        assert (found.head.weight is found.embed.weight) == model.config.tied
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    file, good = tmp_path / "step-00000001.pt", {"config": SMALL.to_dict(), "model": small().state_dict()}
+    for found, says in (
+        (None, "there is no checkpoint at '.*': name a file step-….pt .* or a folder"),
+        ({"model": good["model"]}, "step-00000001.pt is no checkpoint of examples/train_lm.py: it has no 'config'"),
+        ({**good, "config": {"width": 3}}, "has no config of a language model: .* unexpected keyword"),
+        ({**good, "model": {}}, "does not fit LongNetLM: Missing key"),
+        ({**good, "more": Path("x")}, "has more in it than tensors, and is not read"),
+    ):
+        if found is not None:
+            torch.save(found, file)
+        with pytest.raises(ValueError, match=says):
+            LongNetLM.from_checkpoint(tmp_path)
 
 
 ENDS = "begin with 0, never fall, and end with 37, the number of tokens"

@@ -7,14 +7,14 @@ this rank's part of the sequence.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.call import checked_cu_seqlens
-from dilated_attention.models import generate
+from dilated_attention.models import generate, weights
 from dilated_attention.models.layers import CuSeqlens, Over, Sequences, attend_whole, mean_of, process_group
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
@@ -46,6 +46,22 @@ class LongNetLM(Trunk):
             self.head.weight = self.embed.weight
         else:
             nn.init.normal_(self.head.weight, std=config.dim**-0.5)
+
+    @classmethod
+    def from_checkpoint(cls, path: weights.File) -> Self:
+        """Loads what ``examples/train_lm.py`` wrote: a file, or the newest one in a folder.
+
+        No code in it runs. The model is on torch's default device, and in its default dtype.
+        """
+        config, state, said = weights.checkpoint(path)
+        try:
+            config = LMConfig.from_dict(config)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{said} has no config of a language model: {weights.short(error)}") from error
+        model = weights.load(lambda: cls(config), state, said)
+        if config.tied:  # each weight was loaded under its own name
+            model.head.weight = model.embed.weight
+        return model
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, *, positions: Tensor | None = None,

@@ -21,6 +21,7 @@ RELEASED = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", RELEASED)
 HUB = "hf_hub:"
 ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
+STEPS = "step-????????.pt"  # what examples/train_lm.py calls its checkpoints: the newest is the largest
 # what torch and safetensors raise for files that are damaged, or made to look like weights
 DAMAGED = (
     AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, OverflowError, RuntimeError, TypeError,
@@ -77,6 +78,20 @@ def read(source: Source) -> tuple[State, str]:
         if not (isinstance(name, str) and is_plain and x.numel() * x.element_size() <= x.untyped_storage().nbytes()):
             raise ValueError(short(f"{said} has weights that are not plain tensors of numbers: {name!s:.80}"))
     return dict(found), said
+
+
+def checkpoint(path: File) -> tuple[Any, State, str]:
+    """The config and the weights in a checkpoint of examples/train_lm.py, and its name: a file, or the newest one in a
+    folder."""
+    named = Path(path)
+    file = max(named.glob(STEPS), default=named)
+    if not file.is_file():
+        wanted = "a file step-….pt that examples/train_lm.py wrote, or a folder with such files"
+        raise ValueError(f"there is no checkpoint at {str(named)!r}: name {wanted}")
+    found = unpickled(file, mmap=True)
+    if not isinstance(found, Mapping) or not {"config", "model"} <= found.keys():
+        raise ValueError(f"{file} is no checkpoint of examples/train_lm.py: it has no 'config' and 'model'")
+    return found["config"], read(found["model"])[0], str(file)
 
 
 def unpickled(path: Path, **options: Any) -> Any:
