@@ -9,8 +9,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Blocks", "CommunicationError", "ContextParallel", "Dense", "Dilated", "DilatedAttention",
     "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
-    "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "dilated_attention",
-    "explain", "gather_sequence", "local_positions", "plan_cost", "sequence_mean", "shard_sequence", "stream",
+    "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "attention_mass",
+    "dilated_attention", "explain", "gather_sequence", "local_positions", "plan_cost", "sequence_mean",
+    "shard_sequence", "stream",
 ]  # fmt: skip
 # of dilated_attention.compat: they can be imported from here, and are not shown
 _OLD = (
@@ -42,7 +43,7 @@ if TYPE_CHECKING or not _is_own_command():
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
     from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
-    from dilated_attention.functional import dilated_attention
+    from dilated_attention.functional import attention_mass, dilated_attention
     from dilated_attention.nn import (
         DilatedAttention,
         MultiheadDilatedAttention,

@@ -15,6 +15,7 @@ from torch import Tensor
 from dilated_attention import autograd
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs, Pair
+from dilated_attention.branches import Dense
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import Pattern
@@ -129,6 +130,33 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Pair:
         raise ValueError(f"sinks must be a float tensor of shape ({lse.shape[2]},), one per query head, got {got}")
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def attention_mass(
+    query: Tensor, key: Tensor, pattern: Pattern, *, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Tells how much of dense attention's weight falls on the keys that ``pattern`` shows: from 0, none, to 1, all.
+
+    That is exp(lse of the pattern - lse of dense attention), where a key counts once and zero keys do not count. The
+    mass of a union is that of all its keys together: it is not the sum of its branches' masses, which may overlap.
+    Memory is linear in N; time is that of one dense call. The arguments are those of :func:`dilated_attention`.
+
+    Returns:
+        (B, N, H), in float32 (float64 for float64 inputs); 0 where a query sees no key. It is differentiable.
+
+    Examples:
+        >>> query, key = torch.randn(2, 1, 1000, 8, 64).unbind(0)
+        >>> mass = da.attention_mass(query, key, da.Pattern([da.Window(127), da.Prefix(4)]), is_causal=True)
+        >>> mass.shape, bool((mass > 0).all() and (mass <= 1).all())
+        (torch.Size([1, 1000, 8]), True)
+    """
+    # outputs are not needed, and no kernel leaves them out: keys serve as values, which takes no memory
+    inputs, options = Inputs(query, key, key), Options(pattern, is_causal, scale, enable_gqa=enable_gqa)
+    resolve(inputs, options)
+    once = Pattern(pattern.branches_for(key.shape[2]))
+    seen, every = (attend(inputs, options._replace(pattern=x), warns=False)[1] for x in (once, Pattern([Dense()])))
+    return (seen - every).exp().clamp(max=1)  # rounding may go beyond
 
 
 def attend(
