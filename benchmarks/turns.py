@@ -194,19 +194,20 @@ def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: flo
             ms[f"block {name} {mode}, forward + backward"] = timed(step, seconds)
 
 
-def timed(call: Callable[[], None], seconds: float) -> list[float]:
+def timed(call: Callable[[], None], seconds: float, few: int = 8) -> list[float]:
     """The quartiles of the milliseconds of single calls, the device waited for after each."""
     import torch
 
-    for _ in range(5):
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    for _ in range(few):
         call()
     found: list[float] = []
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found) < 8:
-        torch.cuda.synchronize()
+    while time.perf_counter() < end or len(found) < few:
+        wait()
         began = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        wait()
         found.append(1e3 * (time.perf_counter() - began))
     return [round(x, 4) for x in statistics.quantiles(found, n=4)]
 

@@ -141,8 +141,9 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
 
 def operations(config: LMConfig, parameters: int, tokens: int) -> float:
     """Of a step on one row: 6 per weight and token, and 12 per pair of query and key, for each channel of a head."""
-    pairs = config.patterns[0].pairs(tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
-    return 6 * parameters * tokens + 12 * pairs * config.head_dim * config.depth
+    heads: Any = {"num_heads": config.heads, "num_kv_heads": config.kv_heads}
+    pairs = sum(one.pairs(tokens, **heads, is_causal=True) for one in config.patterns)
+    return 6 * parameters * tokens + 12 * pairs * config.head_dim
 
 
 def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool) -> Call:

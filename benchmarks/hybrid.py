@@ -1,0 +1,190 @@
+"""Training steps of hybrid decoders on one GPU, beside PyTorch's own attention: python benchmarks/hybrid.py
+
+The shapes are those of Gemma-3-1B (five windows of 512 to one full layer) and of gpt-oss (windows of 128 and full
+layers by turns; its experts are one dense network of as many active weights, and its sinks are left out, as PyTorch's
+kernels have none). Window layers run on our attention, on the windows of FlashAttention-2 in PyTorch, or on
+FlexAttention; full layers of the other sides on PyTorch's scaled_dot_product_attention. Each side is held against the
+oracle before it is timed. A step is forward and backward of one row, with checkpointing and the loss in chunks.
+
+Results are written after each row. The same command goes on where it was cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import turns
+
+from dilated_attention import Dense, Pattern, Window, testing
+from dilated_attention.bench import machine
+from dilated_attention.bench.suites.models import operations
+from dilated_attention.models import LMConfig, LongNetLM, shifted, summed_loss
+from dilated_attention.models.layers import Sequences, attend_whole
+
+LENGTHS = (32_768, 131_072)
+LIKE_BOTH: dict[str, Any] = {
+    "vocab_size": 8192, "ffn": "swiglu", "norm": "rms", "norm_eps": 1e-6, "sub_norm": False, "rotary_base": 1e6,
+}  # fmt: skip
+SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # window, every how many layers one is full, sizes
+    "gemma-3-1b": (512, 6, {
+        "dim": 1152, "depth": 26, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn_dim": 6912, "qk_norm": True,
+    }),
+    "gpt-oss": (128, 2, {"dim": 2880, "depth": 4, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_dim": 11_520}),
+}  # fmt: skip
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q (B, N, H, D), k and v (B, N, Hk, D)
+FULL = Pattern([Dense()])
+
+
+def config_of(name: str, shrink: int) -> tuple[int, LMConfig]:
+    """The window of a model, and its config; layers are full at the end of each turn, as in Gemma 3."""
+    window, turn, sizes = SHAPES[name]
+    if shrink > 1:
+        sizes = sizes | {"dim": 64, "depth": turn, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
+    window = max(2, window // shrink)
+    near = Pattern([Window(window - 1)])
+    layers = tuple(FULL if (i + 1) % turn == 0 else near for i in range(sizes["depth"]))
+    return window, LMConfig(**LIKE_BOTH, **sizes, pattern=layers)
+
+
+# --- the sides ----------------------------------------------------------------------------------------------------
+
+
+def ours(pattern: Pattern) -> Attention:
+    return lambda q, k, v: attend_whole(pattern, True, Sequences(), None, q, k, v)[0]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def flash(window: int) -> Attention:
+    """FlashAttention-2's window, which PyTorch has without a public function."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, sides = q.shape[1], {"window_size_left": window - 1, "window_size_right": 0}
+        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, True, False, **sides)[0]
+        return out
+
+    return attend
+
+
+def flex(window: int) -> Attention:
+    """Compiled; its mask is made once for each length."""
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    @functools.cache
+    def mask(n: int, device: torch.device) -> Any:
+        def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query - key < window)
+
+        # compiled, or the mask is made whole, with a byte for each pair of tokens
+        return torch.compile(create_block_mask)(sees, None, None, n, n, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(*turned, block_mask=mask(q.shape[1], q.device), enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
+def sides_of(window: int, device: torch.device) -> dict[str, tuple[Attention, Attention]]:
+    """By name, the attention of window layers and of full layers. PyTorch's windows have gradients on CUDA only."""
+    found = {"this library": (ours(Pattern([Window(window - 1)])), ours(FULL))}
+    others = {"FlexAttention": (flex(window), sdpa), "FlashAttention-2": (flash(window), sdpa)}
+    return found | (others if device.type == "cuda" else {})
+
+
+def check(attend: Attention, pattern: Pattern, config: LMConfig, given: dict[str, Any]) -> None:
+    """Raises AssertionError if out or a gradient is not the oracle's."""
+    qkv = testing.make_qkv(1, 1061, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
+    dout = torch.randn_like(qkv[0])
+    expected = testing.oracle(qkv, pattern, dout, is_causal=True)._replace(lse=None)
+    plain = testing.oracle(qkv, pattern, dout, dtype=None, is_causal=True)._replace(lse=None)
+    testing.assert_exact(testing.run(attend, qkv, dout), expected, plain)
+
+
+# --- what is timed ------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Milliseconds of each kind of layer's attention, forward and with backward, and of a whole step."""
+    window, config = config_of(name, shrink)
+    near, full = sides_of(window, given["device"])[side]
+    kinds = {"window": (near, config.patterns[0]), "full": (full, FULL)}
+    for attend, pattern in kinds.values():
+        check(attend, pattern, config, given)
+    row: dict[str, Any] = {"model": name, "tokens": tokens, "attention": side}
+    for kind, (attend, _) in kinds.items():
+        qkv = testing.make_qkv(1, tokens, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
+        turns.measure(row, kind, attend, qkv, "eager", seconds)
+    torch.manual_seed(0)
+    with torch.device(given["device"]):
+        model = LongNetLM(config, dtype=given["dtype"])
+    model.checkpointing = True
+    row["step"] = turns.timed(step_of(model, tokens, near, full), seconds, 3)
+    row["layers"] = {"full": config.patterns.count(FULL), "window": config.depth - config.patterns.count(FULL)}
+    # the backward pass computes a layer again, the last one excepted
+    parts = {kind: count * sum(row[f"{kind}, {way}"][1] for way in ("forward", "forward + backward"))
+             for kind, count in row["layers"].items()}  # fmt: skip
+    row["share"] = {kind: round(ms / row["step"][1], 3) for kind, ms in parts.items()}
+    weights = sum(x.numel() for x in model.parameters())
+    row["TFLOP"] = operations(config, weights, tokens) / 1e12
+    return row
+
+
+def step_of(model: LongNetLM, tokens: int, near: Attention, full: Attention) -> Callable[[], None]:
+    ids = torch.randint(model.config.vocab_size, (1, tokens), device=model.embed.weight.device)
+    labels, positions = shifted(ids), torch.arange(tokens, device=ids.device)
+    kinds = [full if pattern == FULL else near for pattern in model.config.patterns]
+    attends = [lambda q, k, v, attend=attend: (attend(q, k, v), q.new_empty(0)) for attend in kinds]
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        states = model.states(ids, positions, attends)
+        torch.autograd.backward(summed_loss(states, model.head.weight, labels) / tokens)
+
+    return step
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of a row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, at least")
+    parser.add_argument("--shrink", type=int, default=1, help="divide windows by this, and make layers small")
+    parser.add_argument("--out", type=Path, default=Path("report/hybrid.json"))
+    parser.add_argument("--commit", help="of a tree that came without its .git")
+    options = parser.parse_args(words)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    given = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device}
+    found = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"rows": []}
+    found["machine"] = machine.describe(device, options.commit)
+    done = {(x["model"], x["tokens"], x["attention"]) for x in found["rows"]}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for tokens in options.lengths:
+        for name in options.models:
+            for side in sides_of(2, device):
+                if (name, tokens, side) not in done:
+                    print(f"{name}, {tokens:,} tokens, {side} ...", file=sys.stderr, flush=True)
+                    row = measured(name, tokens, side, options.shrink, given, options.seconds)
+                    found["rows"].append(row)
+                    machine.write_json(options.out, found)
+                    print(f"  step {row['step'][1]:,.1f} ms, of which attention {row['share']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

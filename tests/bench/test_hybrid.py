@@ -1,0 +1,34 @@
+"""benchmarks/hybrid.py with small layers, on a CPU: what it compares, and that it goes on where it was cut."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention import Pattern, Window
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import hybrid
+
+
+def test_a_row_for_each_model_and_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, given = tmp_path / "hybrid.json", ["--shrink", "32", "--seconds", "0", "--out"]
+    hybrid.main([*given, str(out), "--lengths", "64", "--models", "gpt-oss"])
+    hybrid.main([*given, str(out), "--lengths", "64", "48", "--models", "gpt-oss"])
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert [row["tokens"] for row in rows] == [64, 48]
+    assert rows[0]["layers"] == {"full": 1, "window": 1}
+    assert capsys.readouterr().err.count("64 tokens") == 1, "what is done is not done again"
+
+
+def test_its_windows_are_checked() -> None:
+    _, config = hybrid.config_of("gpt-oss", 32)
+    given = {"dtype": torch.float32, "device": "cpu"}
+    hybrid.check(hybrid.sdpa, hybrid.FULL, config, given)
+    with pytest.raises(AssertionError, match="out is off"):
+        hybrid.check(hybrid.ours(Pattern([Window(4)])), config.patterns[0], config, given)
