@@ -134,8 +134,8 @@ class Trainer:
         """Of this rank's part of a row, and which of them count. Labels are shifted before anything is cut."""
         whole = row, shifted(row, documents), document_positions(documents).unsqueeze(0)
         tokens, labels, positions = (da.shard_sequence(x, self.group).to(self.options.device) for x in whole)
-        found = self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=self.group)
-        return found, labels != IGNORED
+        over = da.ContextParallel(self.group, total_length=row.shape[1])
+        return self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=over), labels != IGNORED
 
     def gradients(self, rows: PackedRows) -> Tensor:
         """The loss of a step, averaged over its rows; gradients are those of one device."""
@@ -144,7 +144,7 @@ class Trainer:
         for index in mine:
             self.model.set_requires_gradient_sync(index == mine[-1])
             losses, counted = self.losses(*rows[index])
-            loss = da.sequence_mean(losses, self.group, counted) / len(mine)
+            loss = da.global_mean_for_ddp(losses, self.group, counted) / len(mine)
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total, group=self.mesh["data"].get_group())

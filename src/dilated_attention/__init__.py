@@ -10,13 +10,13 @@ __all__ = [
     "Blocks", "CommunicationError", "ContextParallel", "Dense", "Dilated", "DilatedAttention",
     "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
     "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "attention_mass",
-    "dilated_attention", "explain", "gather_sequence", "local_positions", "plan_cost", "sequence_mean",
-    "shard_sequence", "stream",
+    "dilated_attention", "explain", "gather_sequence", "global_mean", "global_mean_for_ddp", "local_positions",
+    "plan_cost", "shard_sequence", "stream",
 ]  # fmt: skip
 # of dilated_attention.compat: they can be imported from here, and are not shown
 _OLD = (
     "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective",
+    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective", "sequence_mean",
 )  # fmt: skip
 
 
@@ -39,10 +39,17 @@ if TYPE_CHECKING or not _is_own_command():
         RingAttentionV2Simple,
         RingDilatedAttentionProduction,
         RingDilatedAttentionV2Collective,
+        sequence_mean,
     )
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
-    from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
+    from dilated_attention.distributed.sequence import (
+        gather_sequence,
+        global_mean,
+        global_mean_for_ddp,
+        local_positions,
+        shard_sequence,
+    )
     from dilated_attention.functional import attention_mass, dilated_attention
     from dilated_attention.nn import (
         DilatedAttention,

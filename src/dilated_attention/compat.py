@@ -1,11 +1,12 @@
 """The classes of an older family, for code that uses their names: see the page on migration. New code needs none.
 
-They have the constructors of that family, and what they compute is computed elsewhere.
+They have the constructors of that family, and what they compute is computed elsewhere. `sequence_mean` is an old name
+of ours.
 """
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, warn
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.distributed.sequence import Group, mean_over_ranks
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
 from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
@@ -23,7 +24,7 @@ from dilated_attention.nn.ring import RingDilatedAttention
 
 __all__ = [
     "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective",
+    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective", "sequence_mean",
 ]  # fmt: skip
 
 
@@ -124,3 +125,11 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         stats, cap = self.ranks.stats, self.ranks.memory_cap
         counted = {x: getattr(stats, x) for x in ("hops", "bytes_sent", "bytes_received", "seconds_waited")}
         return {**counted, "peak_bytes": stats.peak_buffer_bytes, "retries": 0 if cap is None else cap.retries}
+
+
+def sequence_mean(
+    token_losses: Tensor, group: Group, mask: Tensor | None = None, *,
+    gradients: Literal["average", "sum"] = "average",
+) -> Tensor:  # fmt: skip
+    """Is :func:`global_mean_for_ddp`, or with ``gradients="sum"`` :func:`global_mean`."""
+    return mean_over_ranks(token_losses, group, mask, gradients)

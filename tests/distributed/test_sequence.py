@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import gather_sequence, local_positions, sequence_mean, shard_sequence
+import dilated_attention as da
+from dilated_attention import gather_sequence, global_mean, local_positions, shard_sequence
+from dilated_attention.compat import sequence_mean
 from dilated_attention.distributed.sequence import process_group
 from dilated_attention.ranks import pool
 from tests.over_ranks import raised, world
@@ -164,7 +167,7 @@ def on_a_mesh() -> list[bool]:
     x = shard_sequence(whole, group).requires_grad_()
     gathered = gather_sequence(x, group)
     (gathered * (1 + dist.get_rank())).sum().backward()
-    mean = sequence_mean(x.detach(), group)
+    mean = global_mean(x.detach(), group)
     outside, not_a_line = "ValueError: this process is not a member of", "ValueError: the mesh has 2 dimensions"
     return [
         process_group(group).rank() == dist.get_rank() % 2,
@@ -262,7 +265,7 @@ def test_a_rank_that_runs_no_backward_pass_is_named() -> None:
 def one_wrong_mean(wrong: dict[str, Any]) -> tuple[str, Tensor]:
     given = {"token_losses": torch.full((2, 3), float(dist.get_rank())), "mask": None}
     said = raised(sequence_mean, **given | (wrong if dist.get_rank() == 1 else {}), group=world())
-    return said, sequence_mean(**given, group=world())
+    return said, global_mean(**given, group=world())
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def one_wrong_mean(wrong: dict[str, Any]) -> tuple[str, Tensor]:
 )
 def test_a_mean_that_one_rank_refuses_is_called_off_on_all(wrong: dict[str, Any], error: str) -> None:
     for rank, (said, after) in enumerate(pool(3).run(one_wrong_mean, wrong)):
-        assert said.startswith(error if rank == 1 else "ValueError: sequence_mean was called off on all ranks"), said
+        assert said.startswith(error if rank == 1 else "ValueError: the mean over ranks was called off"), said
         assert after == 1.0  # the group is still good
 
 
@@ -291,40 +294,73 @@ def masked(*empty: int) -> Tensor:
 
 
 MEANS = [
-    ([9], masked(), "sum"),
-    ([4, 5], None, "average"),
-    ([2, 0, 7], masked(), "average"),  # a rank without tokens
-    ([2, 0, 7], None, "sum"),
-    ([4, 2, 3], masked(4, 5), "average"),  # a rank whose tokens are all masked
-    ([1, 3, 5, 0], masked(0), "sum"),
-    ([3, 3, 3], torch.zeros(2, 9, dtype=torch.bool), "average"),  # nothing counts anywhere
+    ([9], masked(), "global_mean"),
+    ([4, 5], None, "global_mean_for_ddp"),
+    ([2, 0, 7], masked(), "sequence_mean"),  # a rank without tokens
+    ([2, 0, 7], None, "global_mean"),
+    ([4, 2, 3], masked(4, 5), "global_mean_for_ddp"),  # a rank whose tokens are all masked
+    ([1, 3, 5, 0], masked(0), "global_mean"),
+    ([3, 3, 3], torch.zeros(2, 9, dtype=torch.bool), "global_mean_for_ddp"),  # nothing counts anywhere
 ]
 
 
 def means(
-    losses: Tensor, lengths: list[int], mask: Tensor | None = None, gradients: Any = "sum"
+    losses: Tensor, lengths: list[int], mask: Tensor | None = None, name: str = "global_mean"
 ) -> tuple[Tensor, Tensor]:
     """The loss that a trainer logs, and what three times that sends back."""
     x = cut(losses, lengths, 1).clone().requires_grad_()
-    mean = sequence_mean(x, world(), None if mask is None else cut(mask, lengths, 1), gradients=gradients)
+    mean = getattr(da, name)(x, world(), None if mask is None else cut(mask, lengths, 1))
     (3 * mean).backward()
     assert x.grad is not None
     return mean.detach(), x.grad
 
 
-@pytest.mark.parametrize(("lengths", "mask", "gradients"), MEANS, ids=lambda x: "" if isinstance(x, Tensor) else str(x))
-def test_mean_trains_as_on_one_device(lengths: list[int], mask: Tensor | None, gradients: str) -> None:
+@pytest.mark.parametrize(("lengths", "mask", "name"), MEANS, ids=lambda x: "" if isinstance(x, Tensor) else str(x))
+def test_mean_trains_as_on_one_device(lengths: list[int], mask: Tensor | None, name: str) -> None:
     """What is masked out reaches nothing. Gradients that are averaged over the ranks count as many times more."""
     counted = torch.ones(2, 9, dtype=torch.bool) if mask is None else mask
     losses = normal(2, 9).masked_fill(~counted, torch.nan)
     expected = losses[counted].mean() if counted.any() else torch.zeros((), dtype=torch.float64)
-    results = pool(len(lengths)).run(means, losses, lengths, mask, gradients)
+    results = pool(len(lengths)).run(means, losses, lengths, mask, name)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)
         assert torch.equal(loss, results[0][0])
-    times = 3 * (len(lengths) if gradients == "average" else 1)
+    times = 3 * (1 if name == "global_mean" else len(lengths))
     wanted = times * counted.double() / max(1, counted.sum())
     torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), wanted, rtol=1e-14, atol=0.0)
+
+
+def as_the_first_page_says(whole: list[Tensor], module: nn.Module, uncut: bool) -> Any:
+    """Gradients of this rank's q, k and v; those of parameters, summed and averaged by DDP; or the error."""
+    group, pattern = world(), da.Pattern([da.Window(5), da.Strided(4)])
+    over = da.ContextParallel(group, total_length=whole[0].shape[1])
+    shard = [(x if uncut else da.shard_sequence(x, group)).detach().requires_grad_() for x in whole]
+    if uncut:
+        return raised(da.dilated_attention, *shard, pattern, group=over)
+    da.global_mean(da.dilated_attention(*shard, pattern, group=over).square().mean((-1, -2)), group).backward()
+    found = [[x.grad for x in shard]]
+    for model, mean in ((module, da.global_mean), (DistributedDataParallel(module), da.global_mean_for_ddp)):
+        module.zero_grad()
+        mean(model(shard[0].detach()).square().mean((-1, -2)), group).backward()
+        found.append([x.grad for x in module.parameters()])
+    for x in found[1]:
+        dist.all_reduce(x)
+    return found
+
+
+def test_the_first_thing_that_a_reader_does() -> None:
+    """Two names for two uses; and whoever forgets to cut is told."""
+    whole, module = [normal(2, 31, 4, 8, seed=seed).requires_grad_() for seed in range(3)], nn.Linear(8, 8).double()
+    da.dilated_attention(*whole, da.Pattern([da.Window(5), da.Strided(4)])).square().mean().backward()
+    module(whole[0].detach()).square().mean().backward()
+    results = pool(3).run(as_the_first_page_says, whole, module, False)
+    for index, x in enumerate(whole):
+        torch.testing.assert_close(torch.cat([got[0][index] for got in results], 1), x.grad, rtol=1e-10, atol=1e-14)
+    for _, *of_parameters in results:
+        for some in of_parameters:
+            torch.testing.assert_close(some, [x.grad for x in module.parameters()], rtol=1e-10, atol=1e-14)
+    for said in pool(3).run(as_the_first_page_says, whole, module, True):
+        assert "every rank seems to have passed the whole sequence" in said
 
 
 def test_what_is_counted_is_not_hidden() -> None:
@@ -356,7 +392,7 @@ def on_a_gpu(backend: str) -> list[Any]:
     gathered = gather_sequence(x, group)
     ((1 + dist.get_rank()) * gathered).sum().backward()
     losses = shard_sequence(whole, group).requires_grad_()
-    mean = sequence_mean(losses, group, losses > 0, gradients="sum")
+    mean = sequence_mean(losses, group, losses > 0)
     mean.backward()
     refused = raised(gather_sequence, x.cpu(), group)
     return [y.detach().cpu() for y in (gathered, x.grad, mean, losses.grad) if y is not None] + [refused]

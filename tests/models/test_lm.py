@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dilated_attention as da
-from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
+from dilated_attention import DilatedPattern, global_mean_for_ddp, local_positions, reference, shard_sequence
 from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, shifted, summed_loss, token_losses
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
@@ -342,7 +342,7 @@ def over_ranks(name: str) -> list[str]:
     expected = gradients(model, losses.sum() / (labels != IGNORED).sum())
     shard, mine = shard_sequence(tokens, group), shard_sequence(labels, group)
     got = model(shard, mine, **places, group=group)
-    grads = gradients(model, sequence_mean(got, group, mine != IGNORED))
+    grads = gradients(model, global_mean_for_ddp(got, group, mine != IGNORED))
     for grad in grads:
         torch.distributed.all_reduce(grad)
         grad /= group.size()

@@ -343,7 +343,7 @@ MUTANTS = [
     M("gathered-gradients-in-half", "gather_sequence() rounds a half precision gradient at every rank.",
       "distributed/sequence.py", "total = first.to(torch.promote_types(grad.dtype, torch.float32), copy=True)",
       "total = first.clone()"),
-    M("uncounted-loss-is-nan", "In sequence_mean() a NaN that the mask leaves out reaches the mean.",
+    M("uncounted-loss-is-nan", "In global_mean() a NaN that the mask leaves out reaches the mean.",
       "distributed/sequence.py", "losses.masked_fill(~mask, 0.0)", "losses * mask"),
     # --- streams ------------------------------------------------------------------------------------------------
     M("kept-rows-overwritten", "Of a causal stream, the rows of a chunk are kept in the place of earlier ones.",

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dilated_attention import ContextParallel, MultiheadDilatedAttention, sequence_mean
+from dilated_attention import ContextParallel, MultiheadDilatedAttention, global_mean_for_ddp
 from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.ranks import pool
@@ -81,7 +81,7 @@ def part(x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...] = ("data", "sequence
 def loss_of(out: Tensor, mesh: DeviceMesh) -> Tensor:
     """As the class says: the mean over the sequence, with gradients that are going to be averaged."""
     losses = (out * part(batch(2), mesh)).sum(-1)
-    return sequence_mean(losses, mesh["sequence"]) if size(mesh, "sequence") > 1 else losses.mean()
+    return global_mean_for_ddp(losses, mesh["sequence"]) if size(mesh, "sequence") > 1 else losses.mean()
 
 
 def trained(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,20 +105,17 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def sequence_mean(
-    token_losses: Tensor, group: Group, mask: Tensor | None = None, *,
-    gradients: Literal["average", "sum"] = "average",
-) -> Tensor:  # fmt: skip
-    """Averages over all tokens of all ranks, with gradients that come out as on one device.
+def global_mean(token_losses: Tensor, group: Group, mask: Tensor | None = None) -> Tensor:
+    """Averages over all tokens of all ranks. The gradients are those of this mean.
+
+    Those of this rank's tokens, as of its q, k and v, are the ones of one device. Those of parameters are this rank's
+    part: **sum them over the ranks**. If DDP or FSDP averages them instead, use :func:`global_mean_for_ddp`.
 
     Args:
         token_losses: losses of this rank's tokens, any shape.
         group: the ranks that share the sequence.
         mask: bool, shaped as the losses, **True = counted** (the opposite of a padding mask). Tokens that are not
             counted change neither the value nor the gradients, even if their loss is NaN.
-        gradients: what the trainer does to parameter gradients over the ranks of ``group``. "average", as DDP and FSDP
-            do: the gradient on each rank is multiplied by the number of ranks, so that the average is the gradient of
-            the mean. "sum": it is not multiplied.
 
     Returns:
         The same 0-dim value on every rank, float64 for float64 losses and float32 for all others; 0 if no token counts.
@@ -127,9 +124,26 @@ def sequence_mean(
 
     Examples:
         >>> losses = torch.tensor([[1.0, 2.0, 6.0]])  # of this rank's tokens
-        >>> da.sequence_mean(losses, group, mask=torch.tensor([[True, True, False]]))
+        >>> da.global_mean(losses, group, mask=torch.tensor([[True, True, False]]))
         tensor(1.5000)
     """
+    return mean_over_ranks(token_losses, group, mask, "sum")
+
+
+def global_mean_for_ddp(token_losses: Tensor, group: Group, mask: Tensor | None = None) -> Tensor:
+    """Is :func:`global_mean` for trainers that average the gradients of parameters over the ranks, as DDP and FSDP do.
+
+    The gradients on each rank are multiplied by the number of ranks, so that their average is the gradient of the mean.
+
+    Examples:
+        >>> da.global_mean_for_ddp(torch.tensor([[1.0, 2.0, 6.0]]), group)
+        tensor(3.)
+    """
+    return mean_over_ranks(token_losses, group, mask, "average")
+
+
+def mean_over_ranks(token_losses: Tensor, group: Group, mask: Tensor | None, gradients: str) -> Tensor:
+    """``gradients``: what becomes of those of parameters, over the ranks of the group: "sum" or "average"."""
     pg = process_group(group)
 
     def summed(numbers: Tensor, device: torch.device) -> Tensor:
@@ -143,7 +157,7 @@ def sequence_mean(
         local, counted = _summed(token_losses, mask, gradients)
     totals = summed(torch.stack((local.detach().double(), counted, counted * 0)), local.device)
     if totals.device.type == "cpu" and totals[2] > 0:  # elsewhere the host would wait for it, and the mean is NaN
-        raise ValueError("sequence_mean was called off on all ranks: the arguments of another rank were refused there")
+        raise ValueError("the mean over ranks was called off: the arguments of another rank were refused there")
     total, count, _ = totals.to(local.device)
     count = count.clamp(min=1.0)
     factor = (pg.size() if gradients == "average" else 1) / count

@@ -5,9 +5,9 @@ the same tensor. The result is laid out in the same way. An axis that the mesh d
 
 Along the heads axis the parameters are DTensors, whose gradients need nothing from the caller. Over the data and
 sequence axes average the gradients, as DDP and FSDP2 do: for example ``fully_shard(attention, mesh=mesh["data",
-"sequence"])``, and the loss by ``sequence_mean(..., mesh["sequence"])``. The state dict has the keys and whole shapes
-of MultiheadDilatedAttention: a checkpoint of torch.distributed.checkpoint loads on a mesh of any shape, and a plain one
-by ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
+"sequence"])``, and the loss by ``global_mean_for_ddp(..., mesh["sequence"])``. The state dict has the keys and whole
+shapes of MultiheadDilatedAttention: a checkpoint of torch.distributed.checkpoint loads on a mesh of any shape, and a
+plain one by ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
 
 Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
 ranks along the data axis differently. Of one rank's wrong arguments, ranks with other heads hear at once if the mesh's

@@ -55,15 +55,16 @@ class RingDilatedAttention(DilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Computes this rank's shard of :class:`MultiheadDilatedAttention` over the whole sequence.
 
-    Give every rank the same parameters. Compute the loss with :func:`sequence_mean` and let DDP average the gradients:
-    they then equal those of one device. Arguments and state dict are those of :class:`MultiheadDilatedAttention`, and
-    arguments those of :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any exchange; "ring" is the
-    default.
+    Give every rank the same parameters. Compute the loss with :func:`global_mean_for_ddp` and let DDP average the
+    gradients: they then equal those of one device. Arguments and state dict are those of
+    :class:`MultiheadDilatedAttention`, and arguments those of :class:`RingDilatedAttention`. A :class:`ContextParallel`
+    may choose any exchange; "ring" is the default.
 
     Examples:
-        >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=da.ContextParallel(group))
+        >>> over = da.ContextParallel(group, total_length=256)
+        >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=over)
         >>> out, _ = attention(da.shard_sequence(torch.randn(2, 256, 64), group), is_causal=True)
-        >>> loss = da.sequence_mean(out.square().mean(-1), group)
+        >>> loss = da.global_mean_for_ddp(out.square().mean(-1), group)
     """
 
     exchange: Exchange = "ring"
