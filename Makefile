@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 SMALL := $(VENV)/.bench
 
 .DEFAULT_GOAL := bench
-.PHONY: bench train test test-all test-gpu test-integrations lint format docs docs-serve clean help
+.PHONY: bench train test test-all test-gpu gpu-wheels test-integrations lint format docs docs-serve clean help
 
 bench: $(SMALL) ## check about ten implementations, time those that are right, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
@@ -37,6 +37,13 @@ test-all: $(STAMP) ## run all tests
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, many processes at once
 	$(PY) tests/run_gpu.py $(ARGS)
+
+# for a machine with a GPU and no network, of x86-64 and Python 3.12; numpy is there, as torch is
+gpu-wheels: $(STAMP) ## download transformers into build/wheels, for tests/run_gpu.py --wheels build/wheels
+	rm -rf build/wheels
+	$(PY) -m pip download -qq --disable-pip-version-check -c constraints.txt --only-binary :all: --dest build/wheels \
+		--python-version 312 $(foreach x,2014 _2_17 _2_28,--platform manylinux$(x)_x86_64) transformers
+	rm -f build/wheels/numpy-*
 
 # torchtitan, and what it needs to be imported, beside .venv and not in it
 OTHERS := $(CURDIR)/build/others

@@ -2,7 +2,9 @@
 
 Nearly all their time goes into compiling kernels, on one core each. Each process takes its share of the tests, which
 tests/conftest.py deals by CHUNK; those that need tens of GiB of device memory run first, and alone. Besides a log for
-each process there is one file with all of them, logs.tar.gz, for machines that hand back few files.
+each process there is one file with all of them, logs.tar.gz, for machines that hand back few files. Machines without a
+network take what is missing there, such as transformers, from a folder of wheels: --wheels build/wheels, which `make
+gpu-wheels` fills.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,11 +30,23 @@ def start(mark: str, share: str, log: Path, arguments: list[str]) -> subprocess.
         )  # fmt: skip
 
 
+def unpack(wheels: Path) -> None:
+    """They are found before what the machine has, on which nothing is changed."""
+    site = tempfile.mkdtemp()
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(site)
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run all tests that need a GPU, in many processes.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: cores)")
     parser.add_argument("--out", type=Path, default=ROOT / "report/gpu", help="folder of the logs")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels, to be unpacked and imported from")
     options, arguments = parser.parse_known_args()
+    if options.wheels:
+        unpack(options.wheels)
     options.out.mkdir(parents=True, exist_ok=True)
     logs = [options.out / f"{name}.log" for name in ("large", *range(options.jobs))]
     codes = [start("gpu and large", "0/1", logs[0], arguments).wait()]
