@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Dense, DilatedPattern, Pattern, Window
 from dilated_attention.blocks import View
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.ring.alltoall import bundles_of
@@ -117,8 +118,17 @@ def test_every_kind_and_every_union(name: str) -> None:
 SENT = [x for name in ("union_threads", "union_packed_threads") for x in cover(name) if x.recompute and not x.dropout_p]
 
 
+HYBRID = [  # layers of decoders, some of whose query heads share the one head of keys
+    Case(
+        "hybrid", 0, "once", True, str(branch), 64, own_pattern=Pattern([branch]), own_heads=(4, 1), ranks=4,
+        own_lengths=(9, 30, 0, 25), exchange=exchange, packing=packing,
+    )
+    for branch, exchange, packing in itertools.product((Window(15), Dense()), ("ring", "allgather"), ("", "mixed"))
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:key_padding_mask ignores every key")
-@pytest.mark.parametrize("case", SENT[::3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*SENT[::3], *HYBRID], ids=lambda case: case.id)
 def test_what_is_sent(case: Case) -> None:
     cost = case.cost()
     for rank, transport in enumerate(case.on_threads()[1]):
