@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BEGIN, BYTES = 256, 257  # the token before the first byte of a document; tokens that bytes need
+from dilated_attention.models.generate import BEGIN
+
+BYTES = BEGIN + 1  # tokens that bytes need
 
 
 def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:

@@ -128,7 +128,8 @@ class Trainer:
         """All weights and the state of the optimizer, on the first rank; every rank calls it."""
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
-        return {"config": self.config.to_dict(), "model": model, "optimizer": optimizer}
+        others = {"config": self.config.to_dict(), "tokenizer": self.options.tokenizer}
+        return {**others, "model": model, "optimizer": optimizer}
 
     def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Of this rank's part of a row, and which of them count. Labels are shifted before anything is cut."""

@@ -17,7 +17,9 @@ import dilated_attention
 from dilated_attention.cli import main
 from dilated_attention.cli.app import parsers
 
-COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert", "completion")
+COMMANDS = (
+    "bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert", "sample", "completion",
+)  # fmt: skip
 NO_UNICODE = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"  # what pip installs as the command
 

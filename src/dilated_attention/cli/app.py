@@ -11,19 +11,31 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dilated_attention
-from dilated_attention.cli import bench, compare, completion, convert, doctor, encode, plan, report, show, suggest
+from dilated_attention.cli import (
+    bench,
+    compare,
+    completion,
+    convert,
+    doctor,
+    encode,
+    plan,
+    report,
+    sample,
+    show,
+    suggest,
+)
 from dilated_attention.cli.options import Refused, defaults, refusing
 
 NAME = "dilated-attention"
 ABOUT = """
 Exact dilated attention: measure it, choose and draw its patterns, plan its cost
-on many devices, encode slides.
+on many devices, encode slides, write text with a trained model.
 
 Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
 COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
-COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, completion)
+COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, sample, completion)
 
 
 class Parser(argparse.ArgumentParser):

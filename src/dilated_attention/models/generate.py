@@ -20,6 +20,7 @@ from dilated_attention.streaming.kv_cache import KVCache
 from dilated_attention.streaming.slots import Slot
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]  # one each, perhaps of different lengths
+BEGIN = 256  # the token before the first byte of a text, for a model of bytes
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
 

@@ -6,6 +6,7 @@ this rank's part of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -53,12 +54,15 @@ class LongNetLM(Trunk):
 
         No code in it runs. The model is on torch's default device, and in its default dtype.
         """
-        config, state, said = weights.checkpoint(path)
+        return cls.of_checkpoint(*weights.checkpoint(path))
+
+    @classmethod
+    def of_checkpoint(cls, found: Mapping[str, Any], said: str) -> Self:
         try:
-            config = LMConfig.from_dict(config)
+            config = LMConfig.from_dict(found["config"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{said} has no config of a language model: {weights.short(error)}") from error
-        model = weights.load(lambda: cls(config), state, said)
+        model = weights.load(lambda: cls(config), weights.read(found["model"])[0], said)
         if config.tied:  # each weight was loaded under its own name
             model.head.weight = model.embed.weight
         return model

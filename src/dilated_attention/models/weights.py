@@ -80,9 +80,8 @@ def read(source: Source) -> tuple[State, str]:
     return dict(found), said
 
 
-def checkpoint(path: File) -> tuple[Any, State, str]:
-    """The config and the weights in a checkpoint of examples/train_lm.py, and its name: a file, or the newest one in a
-    folder."""
+def checkpoint(path: File) -> tuple[Mapping[str, Any], str]:
+    """What a checkpoint of examples/train_lm.py holds, and its name: a file, or the newest one in a folder."""
     named = Path(path)
     file = max(named.glob(STEPS), default=named)
     if not file.is_file():
@@ -91,7 +90,7 @@ def checkpoint(path: File) -> tuple[Any, State, str]:
     found = unpickled(file, mmap=True)
     if not isinstance(found, Mapping) or not {"config", "model"} <= found.keys():
         raise ValueError(f"{file} is no checkpoint of examples/train_lm.py: it has no 'config' and 'model'")
-    return found["config"], read(found["model"])[0], str(file)
+    return found, str(file)
 
 
 def unpickled(path: Path, **options: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Write on from a prompt, with a language model that examples/train_lm.py trained.
+
+A folder stands for its newest checkpoint. No code in it runs. The text ends
+where the model ends it, or after --max-new-tokens.
+
+Example: dilated-attention sample runs/one --prompt "def forward("
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from dilated_attention import charts
+from dilated_attention.cli import options
+from dilated_attention.cli.options import option
+
+OPTIONS = (
+    option("checkpoint", type=Path, metavar="CHECKPOINT", help="The --out of a training, or one file step-….pt in it."),
+    option("--prompt", metavar="TEXT", help="The beginning of the text.  [default: none, it begins anew]"),
+    option("--max-new-tokens", type=options.count, default=200, metavar="N", help="How many tokens follow at most."),
+    option("--temperature", type=options.temperature, default=0.8, metavar="T",
+           help="0 takes the likeliest token; a larger number draws more freely."),
+    option("--seed", type=options.index, default=0, metavar="N", help="Another number draws another text."),
+    option("--tokenizer", metavar="NAME", help="The one of the training, if it had one: a name or a folder."),
+    options.DEVICE,
+    options.JSON,
+)  # fmt: skip
+
+
+def run(given: Namespace) -> None:
+    import torch
+
+    from dilated_attention.cli.output import print_json
+    from dilated_attention.models import LongNetLM, weights
+    from dilated_attention.models.generate import BEGIN
+
+    with options.refusing():
+        where = options.device(given.device)
+        found, said = weights.checkpoint(given.checkpoint)
+        model = LongNetLM.of_checkpoint(found, said).to(where)
+        trained = found.get("tokenizer")
+        if trained and not given.tokenizer:
+            raise ValueError(f"{said} was trained with a tokenizer: give --tokenizer {trained}")
+        tokenizer, prompt = None, (given.prompt or "").encode(errors="surrogateescape")
+        if given.tokenizer:
+            known = charts.library("transformers", "--tokenizer needs", "models")
+            tokenizer = known.AutoTokenizer.from_pretrained(given.tokenizer)
+        ids = [BEGIN, *prompt] if tokenizer is None else tokenizer(prompt.decode(errors="replace"))["input_ids"]
+        if not ids or max(ids) >= model.config.vocab_size:
+            wanted = "give a --prompt" if not ids else "it was trained with a tokenizer, or with another one"
+            raise ValueError(f"{said} cannot write on from this prompt: {wanted}")
+    drawn = torch.Generator(where).manual_seed(given.seed)
+    how = {"temperature": given.temperature, "generator": drawn, "stop": None if tokenizer else BEGIN}
+    new = model.generate_tokens([ids], given.max_new_tokens, **how)[0].tolist()
+    if tokenizer is None:
+        text = bytes(x for x in [*ids, *new] if x < BEGIN).decode(errors="replace")
+    else:
+        text = tokenizer.decode([*ids, *new])
+    if given.json:
+        print_json({"checkpoint": said, "step": found.get("step"), "text": text, "prompt_tokens": ids, "tokens": new})
+    else:
+        print(text)
