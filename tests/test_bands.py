@@ -22,9 +22,10 @@ from tests.test_branches import drawn
 SHAPE = 2, 160, 2, 1  # samples, tokens, heads
 
 
-def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor) -> Counter[tuple[int, int]]:
+def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor, packed: View | None = None) -> Counter[tuple[int, int]]:
     """How often the block shows each pair of entries."""
-    mine, theirs = block.queries.of(rows)[..., 0], block.keys.of(keys)[..., 0]
+    there = block.keys if packed is None else block.keys.within(packed)
+    mine, theirs = block.queries.of(rows)[..., 0], there.of(keys)[..., 0]
     distance = torch.arange(theirs.shape[1]) - torch.arange(mine.shape[1])[:, None]
     shown = torch.ones_like(distance, dtype=torch.bool)
     if block.low is not None:
@@ -32,10 +33,8 @@ def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor) -> Counter[tuple
     if block.high is not None:
         shown &= distance <= block.high
     for branch in block.but:
-        first = block.sequence[0]
-        at = torch.arange(mine.shape[1])[:, None] * block.query_step + block.query_at[0] - first
-        key = torch.arange(theirs.shape[1]) * block.key_step + block.key_at[0] - first
-        shown &= ~branch.sees(block.head_numbers[0], at, key)
+        at, key = (x.positions(torch.device("cpu"))[0, :, 0] - block.sequence[0] for x in (block.queries, block.keys))
+        shown &= ~branch.sees(block.queries.head, at[:, None], key)
     grid = torch.broadcast_tensors(mine[:, :, None], theirs[:, None], shown[None, :, :, None])
     return Counter(zip(*(x[grid[2]].tolist() for x in grid[:2]), strict=True))
 
@@ -46,8 +45,7 @@ def draw_block(draw: random.Random, but: tuple[da.Branch, ...]) -> Block:
     views = [View(0, batch[0], at, batch[1], 48, draw.randint(1, 20), step, 0, heads, 1, shift) for at in (5, 7)]
     low, high = sorted(draw.randint(-22, 22) for _ in range(2))
     limits: dict[str, Any] = {"low": draw.choice([None, low]), "high": draw.choice([None, high])}
-    starts = [tuple(view.token + h * shift for h in range(heads)) for view in views]
-    return Block(0, step, step, *views, **limits, query_at=starts[0], key_at=starts[1], segment=0, but=but)
+    return Block(0, *views, **limits, segment=0, but=but)
 
 
 @pytest.mark.parametrize("but", [(), (da.Prefix(1),)], ids=["", "but"])
@@ -63,7 +61,6 @@ def test_parts_of_a_band(seed: int, but: tuple[da.Branch, ...], monkeypatch: pyt
             assert not part.has_mask or max(part.queries.rows, part.keys.rows) <= bands.MASKED
             assert part.but == but
             assert not but or part.heads * part.batch == 1
-            assert part.queries.token - part.query_at[0] == block.queries.token - block.query_at[0]
             found += pairs(part, index, index)
         assert found == pairs(block, index, index), block
 
@@ -89,7 +86,7 @@ def test_keys_that_lie_elsewhere(seed: int, counts: Counts) -> None:
         packed = part.rows.of(keys).contiguous()
         for block in part.blocks:
             for plain in bands.without_bands(block):
-                found += pairs(plain, rows, packed)
+                found += pairs(plain, rows, packed, part.rows)
     each, _ = key_counts(pattern, n, heads, None, call.is_causal, 1, torch.ones(0).int(), call.cu_seqlens or None)
     shown = each.sum((0, 1))[:, call.start : call.start + call.queries, first : first + count]
     wanted: Counter[tuple[int, int]] = Counter()

@@ -72,8 +72,12 @@ def seen_through(call: Call, parts: list[Block], fold: bool) -> Tensor:
         seen.index_put_((q[..., None], k[:, :, None, None]), visible[:, None], accumulate=True)
         seen.index_put_((q, torch.tensor(-1)), torch.tensor(float(part.zeros)), accumulate=True)
         # what dropout goes by
-        assert (q[0, :, 0, 0] // call.heads % call.queries + call.start).tolist() == [*part.query_at]
-        assert (k[0, :, 0] // call.kv_heads % call.keys + call.key_start).tolist() == [*part.key_at]
+        for view, x, count in (
+            (part.queries, q[..., 0] // call.heads, call.queries),
+            (part.keys, k // call.kv_heads, call.keys),
+        ):
+            tokens = view.positions(torch.device("cpu")).transpose(1, 2).repeat(view.samples, 1, 1)
+            assert torch.equal(x % count + view.start, tokens)
     return seen
 
 
@@ -144,7 +148,7 @@ def test_the_densest_branch_goes_first_and_bare_rows_are_told() -> None:
         ("head_groups", [16, 64], [1, 4], (4, 8)), ("head_groups", [64, 16], [4, 1], (0, 4)),
     ):  # fmt: skip
         found = plan(call_of(DilatedPattern.of(rule, lengths, rates)))
-        assert [block.key_step for block in found.blocks] == sorted(block.key_step for block in found.blocks)
+        assert [x.keys.row_step for x in found.blocks] == sorted(x.keys.row_step for x in found.blocks)
         assert found.bare == bare
 
 

@@ -58,7 +58,8 @@ def rows_on_ranks(case: Case) -> dict[tuple[int, int, int], dict[int, list[int]]
 
 def tokens_of(view: View, index: int, start: int) -> list[int]:
     """Of the index-th head of a view, in the sequence."""
-    first = start + view.token + index * view.token_step
+    assert view.start == start
+    first = view.token + index * view.token_step
     return [first + row * view.row_step for row in range(view.rows)]
 
 
@@ -72,19 +73,19 @@ def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> N
     shared = {key: ranks for key, ranks in rows_on_ranks(case).items() if len(ranks) > 1}
     by_rank = [bundles_of(call, shards, rank) for rank in range(case.ranks)]
     seen: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    every: dict[tuple[int, int, tuple[int, ...]], Bundle] = {}
+    every: dict[tuple[int, int, range], Bundle] = {}
     for rank, bundles in enumerate(by_rank):
         for bundle in bundles:
-            assert every.setdefault((bundle.branch, bundle.segment, bundle.heads), bundle) == bundle
+            assert every.setdefault((bundle.block.branch, bundle.block.segment, bundle.heads), bundle) == bundle
             for index, head in enumerate(bundle.heads):
-                key = bundle.branch, bundle.segment, head
+                key = bundle.block.branch, bundle.block.segment, head
                 seen[key].add(rank)
                 rows = {x: tokens_of(view, index, shards.starts[x]) for x, view in bundle.members.items()}
                 assert rows == shared[key]
-                assert bundle.at[index] == rows[min(rows)][0]
+                assert tokens_of(bundle.block.queries, index, 0) == [token for x in rows for token in rows[x]]
     assert {key: {*ranks} for key, ranks in shared.items()} == seen
     dealt: dict[tuple[int, int, tuple[int, ...]], Counter[int]] = {}
     for bundle in every.values():
-        group = bundle.branch, bundle.segment, tuple(bundle.members)
+        group = bundle.block.branch, bundle.block.segment, tuple(bundle.members)
         dealt.setdefault(group, Counter(dict.fromkeys(bundle.members, 0)))[bundle.target] += len(bundle.heads)
     assert all(max(some.values()) - min(some.values()) <= 1 for some in dealt.values()), "as even as can be"

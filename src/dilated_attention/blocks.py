@@ -15,10 +15,11 @@ import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dilated_attention.branches import Branch, Dilated
-from dilated_attention.branches.base import Rect
+from dilated_attention.branches.base import Rect, grouped
 from dilated_attention.call import Call
 from dilated_attention.pattern import zeros_beside
 
@@ -30,7 +31,7 @@ class View(NamedTuple):
 
     sample: int
     samples: int
-    token: int  # of the first head's first row
+    token: int  # of the first head's first row, in the sequence
     segments: int
     segment_step: int  # tokens from one segment to the next
     rows: int  # per segment
@@ -39,6 +40,7 @@ class View(NamedTuple):
     heads: int
     head_step: int
     token_step: int  # how many tokens later the rows of the next head are; 0: all heads share the offset
+    start: int = 0  # where in the sequence the tensor begins
 
     def of(self, x: Tensor, group: int = 1) -> Tensor:
         """The (b, L, h, ...) part of x, never a copy; group query heads per key/value head."""
@@ -48,8 +50,22 @@ class View(NamedTuple):
         return x.as_strided(
             (self.samples * self.segments, self.rows, self.heads * group, *x.shape[3:]),
             (min(per_batch, NO_STRIDE), min(self.row_step * per_token, NO_STRIDE), head_stride, *x.stride()[3:]),
-            x.storage_offset() + self.sample * per_sample + self.token * per_token + self.head * group * per_head,
+            x.storage_offset()
+            + self.sample * per_sample
+            + (self.token - self.start) * per_token
+            + self.head * group * per_head,
         )
+
+    @property
+    def numbers(self) -> range:
+        """The key/value heads."""
+        return range(self.head, self.head + self.heads * self.head_step, self.head_step)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """(segments, L, h): where in the sequence the rows are."""
+        segment, row, head = (torch.arange(n, device=device) for n in (self.segments, self.rows, self.heads))
+        first = self.token + self.segment_step * segment[:, None, None]
+        return first + self.row_step * row[:, None] + self.token_step * head
 
     def some_rows(self, first: int, count: int) -> View:
         return self._replace(token=self.token + first * self.row_step, rows=count)
@@ -89,18 +105,13 @@ class Block(NamedTuple):
     """One dense problem: some rows of some heads as queries, and rows as keys, of which they see all or a band."""
 
     branch: int
-    query_step: int  # tokens from one row to the next, in the sequence
-    key_step: int
     queries: View
     keys: View
     low: int | None  # query row i sees key rows from i + low on; None: from the first on
     high: int | None  # and up to i + high; None: up to the last
-    query_at: tuple[int, ...]  # each head's first query in the sequence,
-    key_at: tuple[int, ...]  # and its first key
     segment: int  # where the first segment begins in the sequence
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
-    numbers: tuple[int, ...] = ()  # of the key/value heads, where the views are not of the call's own tensors
     but: tuple[Branch, ...] = ()  # the pairs that these branches show count elsewhere,
     sequence: tuple[int, int] = (0, 0)  # in the sequence that begins and ends here
 
@@ -121,12 +132,6 @@ class Block(NamedTuple):
     @property
     def batch(self) -> int:
         return self.queries.samples * self.queries.segments
-
-    @property
-    def head_numbers(self) -> tuple[int, ...]:
-        """The key/value heads, as the call counts them."""
-        view = self.queries
-        return self.numbers or tuple(view.head + i * view.head_step for i in range(view.heads))
 
     @property
     def is_empty(self) -> bool:
@@ -157,8 +162,6 @@ class Block(NamedTuple):
             keys=self.keys.some_rows(key, keys),
             low=None if low is None or low <= 1 - rows else low,
             high=None if high is None or high >= keys - 1 else high,
-            query_at=tuple(at + first * self.query_step for at in self.query_at),
-            key_at=tuple(at + key * self.key_step for at in self.key_at),
             is_first=self.is_first and (rows, keys) == (self.queries.rows, self.keys.rows),
         )
 
@@ -189,15 +192,20 @@ class Block(NamedTuple):
     def _part(self, first: int, stop: int, head: int, last: int) -> Block:
         segment = 0 if self.queries.segments == 1 else first % self.queries.segments
         shift = segment * self.queries.segment_step
-        where = (first, stop - first, head, last - head)
-        return self._replace(
-            numbers=self.numbers[head:last],
-            queries=self.queries.part(*where),
-            keys=self.keys.part(*where),
-            query_at=tuple(at + shift for at in self.query_at[head:last]),
-            key_at=tuple(at + shift for at in self.key_at[head:last]),
-            segment=self.segment + shift,
-        )
+        queries, keys = (view.part(first, stop - first, head, last - head) for view in (self.queries, self.keys))
+        return self._replace(queries=queries, keys=keys, segment=self.segment + shift)
+
+
+class Packed(NamedTuple):
+    """Which rows tensors have that came from elsewhere; None: those of the call's own."""
+
+    queries: View | None
+    keys: View
+
+    def views(self, block: Block) -> tuple[View, View]:
+        """Those of a block in these tensors."""
+        own = block.queries
+        return own if self.queries is None else own.within(self.queries), block.keys.within(self.keys)
 
 
 class Plan(NamedTuple):
@@ -232,12 +240,11 @@ def plan(
     if not call.samples or not call.queries:
         return Plan((), (0, call.kv_heads), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
-    branches = call.pattern.branches_for(call.held.total)
     blocks: list[Block] = []
     written: set[int] = set()
     bare = list(range(call.kv_heads)) if apart else []
     for index in call.pattern.order(call.drops):  # a first branch of rate 1 writes every row: nothing needs filling
-        branch, heads = branches[index], [head for head, _ in call.placed(index)]
+        branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
         fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
         bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
         for is_first in (True, False):
@@ -252,8 +259,12 @@ def plan(
 class Away(NamedTuple):
     """Keys that lie elsewhere, with another rank or in a cache, and the blocks of a call's queries with them."""
 
-    rows: View  # of the tensors there: packed, (b, L, h, ...), they are what the blocks' keys are views of
+    rows: View  # of the tensors there, with the keys of all blocks
     blocks: tuple[Block, ...]
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(None, self.rows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -265,13 +276,13 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
     call = call._replace(key_start=first, keys=count)
     if not count or not _cu_seqlens_here(call):
         return ()
-    lanes: dict[Hashable, list[Block]] = {}
-    for block in _apart(plan(call, False).blocks):
+
+    def lane(block: Block) -> Hashable:
         keys = block.keys
-        where = keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
-        lanes.setdefault((block.branch, where), []).append(block)
+        return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
+
     found: list[Away] = []
-    for blocks in lanes.values():
+    for blocks in grouped(_apart(plan(call, False).blocks), lane).values():
         spans = together(span for block in blocks for span in _spans(block.keys))
         starts = [start for start, _ in spans]
         waiting: list[list[Block]] = [[] for _ in spans]
@@ -280,8 +291,9 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
             for one in [block] if len(places) == 1 else block.cut(batch=1):
                 waiting[bisect.bisect_right(starts, one.keys.token) - 1].append(one)
         for (start, stop), some in zip(spans, waiting, strict=True):
-            rows = (stop - start) // some[0].keys.row_step
-            found.append(_packed(some[0].keys._replace(token=start, segments=1, segment_step=0, rows=rows), some))
+            keys = some[0].keys
+            rows = keys._replace(token=start, segments=1, segment_step=0, rows=(stop - start) // keys.row_step)
+            found.append(Away(rows, tuple(some)))
     return tuple(found)
 
 
@@ -290,10 +302,10 @@ def _apart(blocks: Iterable[Block]) -> Iterator[Block]:
     apart."""
     kinds: dict[tuple[int, int], set[Hashable]] = {}
     for block in blocks:
-        for head in block.head_numbers:
+        for head in block.keys.numbers:
             kinds.setdefault((block.branch, head), set()).add(block.keys[7:])
     for block in blocks:
-        heads = 1 if any(len(kinds[block.branch, head]) > 1 for head in block.head_numbers) else None
+        heads = 1 if any(len(kinds[block.branch, head]) > 1 for head in block.keys.numbers) else None
         batch = 1 if block.keys.segments > 1 and block.keys.segment_step % block.keys.row_step else None
         for one in block.cut(heads=heads, batch=batch):
             yield one._replace(keys=one.keys._replace(head_step=1, token_step=0)) if one.heads == 1 else one
@@ -316,19 +328,6 @@ def together(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _packed(rows: View, blocks: list[Block]) -> Away:
-    """The blocks with keys that are packed: those rows, one after the other."""
-    moved = []
-    for block in blocks:
-        keys, step = block.keys, rows.row_step
-        packed = View(
-            0, keys.samples, (keys.token - rows.token) // step, keys.segments, keys.segment_step // step, keys.rows, 1,
-            0, keys.heads, 1, 0,
-        )  # fmt: skip
-        moved.append(block._replace(keys=packed, numbers=block.head_numbers))
-    return Away(rows, tuple(moved))
-
-
 class Place(NamedTuple):
     """A rectangle of one head, in its sequence."""
 
@@ -346,9 +345,9 @@ def _blocks(
     found: dict[Hashable, dict[int, Place]] = {}
     listed: dict[int, dict[int, Place]] = {}
     for head in heads:
-        alike = call.pattern.looks(call.first_head + head, call.held.total)
+        alike = call.looks(head)
         if alike not in found:
-            found[alike] = _joined(_places(call, index, call.first_head + head), apart=bool(elsewhere))
+            found[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))
         for number, place in found[alike].items():
             if (index, place.segment, head) not in elsewhere:
                 listed.setdefault(number, {})[head] = place
@@ -381,14 +380,14 @@ def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
 
 def _places(call: Call, index: int, head: int) -> Iterator[Place]:
     """The rectangles of a branch and head, in the tokens of all sequences."""
-    branch = call.pattern.branches_for(call.held.total)[index]
+    branch = call.branches[index]
     for begin, end in itertools.pairwise(_cu_seqlens_here(call)):
         queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
         here = call.key_start - begin, call.key_start + call.keys - begin
         reach = branch.reach(queries) or range(n)
         if not queries or reach.stop <= here[0] or here[1] <= reach.start:
             continue
-        for rect, but in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops):
+        for rect, but in call.parts(index, head, queries, n):
             first, segment, zeros = rect.queries.start, begin, 0
             if isinstance(branch, Dilated):
                 segment += first - first % branch.length
@@ -400,7 +399,7 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
 
 def _cu_seqlens_here(call: Call) -> tuple[int, ...]:
     """Those of the sequences that have both queries and keys here."""
-    cu_seqlens = call.cu_seqlens or (0, call.total)
+    cu_seqlens = call.borders
     first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
     if first >= stop:  # at most the one that reaches from the earlier ones to the later ones
         first, stop = stop - 1, first + 1
@@ -433,20 +432,16 @@ def _of_run(
     rect, limits = place.rect, _in_rows(place.rect)
     for first, samples, skipped, segments in _batches(call, rect, fold):
         shift = skipped * rect.period
-        at, key_at = (tuple(run.first[i] + shift + h * run.steps[i] for h in range(run.heads)) for i in (1, 2))
         queries, keys = (
             View(
-                sample + first, samples, start - here, segments, rect.period or rows.length * rows.step, rows.length,
-                rows.step, run.first[0], run.heads, run.steps[0], token_step,
+                sample + first, samples, run.first[i] + shift, segments, rect.period or rows.length * rows.step,
+                rows.length, rows.step, run.first[0], run.heads, run.steps[0], run.steps[i], start,
             )
-            for start, here, rows, token_step in (
-                (at[0], call.start, rect.queries, run.steps[1]), (key_at[0], call.key_start, rect.keys, run.steps[2])
-            )
+            for i, rows, start in ((1, rect.queries, call.start), (2, rect.keys, call.key_start))
         )  # fmt: skip
         yield Block(
-            index, rect.queries.step, rect.keys.step, queries, keys, *limits, at, key_at,
-            place.segment + shift, place.zeros, is_first, but=place.but, sequence=place.sequence,
-        )  # fmt: skip
+            index, queries, keys, *limits, place.segment + shift, place.zeros, is_first, place.but, place.sequence
+        )
 
 
 def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
@@ -506,11 +501,8 @@ def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], grou
 
 def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) -> list[HeadRun]:
     """Deal heads into lanes and cut each lane into stretches with constant steps."""
-    lanes: dict[Hashable, list[Placed]] = {}
-    for entry in placed:
-        lanes.setdefault(lane_of(*entry[:2]), []).append(entry)
     runs = []
-    for lane in lanes.values():
+    for lane in grouped(placed, lambda entry: lane_of(*entry[:2])).values():
         while lane:
             first, count = lane[0], 1
             alone = steps = (1, *(0 for _ in first[1:]))

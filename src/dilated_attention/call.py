@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_efficient_sdp_enabled
 from torch.nn.attention import current_flash_attention_impl
 
+from dilated_attention.branches import Branch
+from dilated_attention.branches.union import Part
 from dilated_attention.pattern import DilatedPattern, Pattern, read_pattern
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
@@ -31,11 +33,6 @@ class Heads(NamedTuple):
     first: int
     held: int
     total: int
-
-    def of_branch(self, pattern: Pattern, branch: int) -> list[tuple[int, int]]:
-        """(head as counted here, offset) of each head that runs the branch."""
-        dealt, mine = pattern.branches_for(self.total)[branch], range(self.first, self.first + self.held)
-        return [(head - self.first, dealt.offset_of(head)) for head in dealt.members if head in mine]
 
 
 class Call(NamedTuple):
@@ -125,9 +122,28 @@ class Call(NamedTuple):
         """Which key/value heads are here."""
         return Heads(self.first_head, self.kv_heads, self.total_heads or self.kv_heads)
 
-    def placed(self, branch: int) -> list[tuple[int, int]]:
-        """(head, offset) of each key/value head here that runs the branch."""
-        return self.held.of_branch(self.pattern, branch)
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return self.pattern.branches_for(self.held.total)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Where sequences begin, and the end of the last."""
+        return self.cu_seqlens or (0, self.total)
+
+    def placed(self, index: int) -> list[tuple[int, int]]:
+        """(head as counted here, offset) of each head here that runs a branch."""
+        branch, first, mine = self.branches[index], self.first_head, range(self.kv_heads)
+        return [(head - first, branch.offset_of(head)) for head in branch.members if head - first in mine]
+
+    def looks(self, head: int) -> tuple[int, ...]:
+        """`Pattern.looks` of a head, as counted here."""
+        return self.pattern.looks(self.first_head + head, self.held.total)
+
+    def parts(self, index: int, head: int, queries: range, n: int) -> Iterator[Part]:
+        """`Pattern.parts` of a branch and a head, as counted here."""
+        given = self.held.total, self.is_causal, self.drops
+        return self.pattern.parts(index, self.first_head + head, queries, n, *given)
 
     def of(self, query: Tensor, key: Tensor, padding: Tensor | None, start: int) -> Call:
         """This call with all that its tensors and torch's settings tell. ``start``: of the queries among the keys."""

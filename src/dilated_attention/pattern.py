@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 import torch
 
 from dilated_attention.branches import KINDS, Branch, Dilated
+from dilated_attention.branches.base import grouped
 from dilated_attention.branches.union import Part, count_pairs, parts_of
 from dilated_attention.checks import MAX_NUMBER, check_int, check_ints, warn
 
@@ -225,11 +226,9 @@ class Pattern:
         num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
         kv_heads, queries = num_heads // group, range(num_tokens)
-        alike: dict[tuple[int, ...], list[int]] = {}  # heads that see the same are counted once
-        for head in range(kv_heads):
-            alike.setdefault(self.looks(head, kv_heads), []).append(head)
         total = 0
-        for heads in alike.values():
+        # heads that see the same are counted once
+        for heads in grouped(range(kv_heads), lambda head: self.looks(head, kv_heads)).values():
             for index, branch in enumerate(self.branches_for(kv_heads)):
                 if heads[0] in branch.members:
                     parts = self.parts(index, heads[0], queries, num_tokens, kv_heads, is_causal)

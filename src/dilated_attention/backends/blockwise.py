@@ -26,9 +26,9 @@ from dilated_attention import merge
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
-from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
+from dilated_attention.backends.tensors import readable, span, within, without_infinity
 from dilated_attention.bands import without_bands
-from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
+from dilated_attention.blocks import Block, Packed, Plan, SegmentHeads, folds, plan
 from dilated_attention.call import Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 
@@ -111,14 +111,17 @@ class Work:
 
     # --- one block ----------------------------------------------------------------------------------------------
 
-    def compute(self, block: Block, sources: Inputs, results: Outputs | None) -> tuple[Tensor, ...]:
+    def compute(
+        self, block: Block, sources: Inputs, results: Outputs | None, packed: Packed | None
+    ) -> tuple[Tensor, ...]:
         """(out, lse) of a block's queries with its keys alone, or the block's share of the gradients."""
         call, limits, module, kernels = self.call, self.limits, self.choice.module, self.choice.kernels
-        q, k, v = block.queries.of(sources.q, self.group), block.keys.of(sources.k), block.keys.of(sources.v)
+        queries, keys = (block.queries, block.keys) if packed is None else packed.views(block)
+        q, k, v = queries.of(sources.q, self.group), keys.of(sources.k), keys.of(sources.v)
         padding = None
         if sources.padding is not None:
-            padding = block.keys.of(sources.padding)
-            if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
+            padding = keys.of(sources.padding)
+            if not block.queries.token_step:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
         if call.is_decode:
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
@@ -129,32 +132,34 @@ class Work:
         problem = Problem(q, k, v, call.scale, block.is_causal, padding, hidden, dropout)
         if results is None:
             return module.forward(kernels, problem)  # type: ignore[no-any-return]
-        mine = Outputs(*[None if x is None else block.queries.of(x, self.group) for x in results])  # type: ignore[arg-type]
+        mine = Outputs(*[None if x is None else queries.of(x, self.group) for x in results])  # type: ignore[arg-type]
         if limits.span is not None:
             mine = mine._replace(out=within(mine.out, limits.span), dout=within(mine.dout, limits.span))
         return module.backward(kernels, problem, mine)  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:
         """(Lq, Lk) bool: the pairs of a block that do not count."""
-        rows, keys = (torch.arange(view.rows, device=self.call.device) for view in (block.queries, block.keys))
+        views, device = (block.queries, block.keys), self.call.device
+        rows, keys = (torch.arange(view.rows, device=device) for view in views)
         distance = keys - rows.unsqueeze(1)
         low, high = (-block.queries.rows if block.low is None else block.low), block.high
         hidden = (distance < low) | (distance > (block.keys.rows if high is None else high))
-        begin, _ = block.sequence
-        for branch in block.but:  # then it is a block of one head and segment
-            query = block.query_at[0] - begin + rows.unsqueeze(1) * block.query_step
-            key = block.key_at[0] - begin + keys * block.key_step
-            hidden |= branch.sees(block.head_numbers[0] + self.call.first_head, query, key)
+        if block.but:  # then it is a block of one head and segment
+            query, key = (view.positions(device)[0, :, 0] - block.sequence[0] for view in views)
+        for branch in block.but:
+            hidden |= branch.sees(block.queries.head + self.call.first_head, query.unsqueeze(1), key)
         return hidden
 
     def _dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""
-        call, view = self.call, block.queries
-        query = _positions(block, block.query_at, view.rows, block.query_step, call)
-        key = _positions(block, block.key_at, block.keys.rows, block.key_step, call)
-        sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
-        head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
-        head = (head * self.group + torch.arange(self.group, device=call.device)).flatten()
+        call, view, device = self.call, block.queries, self.call.device
+        query, key = (
+            x.positions(device).repeat(x.samples, 1, 1).repeat_interleave(self.group, 2) for x in (view, block.keys)
+        )
+        sample = torch.arange(view.samples, device=device).repeat_interleave(view.segments) + view.sample
+        numbers = view.numbers
+        head = torch.arange(numbers.start, numbers.stop, numbers.step, device=device)[:, None] + call.first_head
+        head = (head * self.group + torch.arange(self.group, device=device)).flatten()
         return Dropout(call.dropout_p, *row_words(seed, block.branch, sample[:, None, None], head, query), key)
 
     def log_zero_keys(self, block: Block) -> Tensor | float | None:
@@ -163,12 +168,12 @@ class Work:
             return None
         if self.ends is None:
             return math.log(block.zeros) if block.zeros else None
-        view, rate, device = block.queries, block.query_step, self.call.device
+        view, rate, device = block.queries, block.queries.row_step, self.call.device
         longest = self.call.dilated.segment_lengths[block.branch]
         ends = self.ends[view.sample : view.sample + view.samples, None, None]
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
         real = (ends - starts[:, None]).clamp(0, longest)  # (samples, segments, 1)
-        offset = (on_device(block.query_at, device) - block.segment) % rate
+        offset = (view.positions(device)[0, 0] - block.segment) % rate
         rows = -((offset - real) // rate).clamp(max=0)
         zeros = torch.where(real > 0, -(-ends.clamp(max=longest) // rate) - rows, 0)
         return zeros.repeat_interleave(self.group, 2).flatten(0, 1).unsqueeze(1).to(self.call.sum_dtype).log()
@@ -176,9 +181,10 @@ class Work:
     # --- all blocks ---------------------------------------------------------------------------------------------
 
     def each(
-        self, blocks: Iterable[Block], sources: Inputs, results: Outputs | None = None
+        self, blocks: Iterable[Block], sources: Inputs, results: Outputs | None = None, packed: Packed | None = None
     ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
         """(out, lse) of each block; with ``results`` its gradients. Blocks come cut as kernels and memory want them.
+        ``packed``: which rows the sources have, if they are not this rank's.
 
         Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
         know of one another: a block that runs out of memory is computed again with half as many at a time.
@@ -186,11 +192,12 @@ class Work:
         backward = results is not None
         waiting = deque(blocks if blocks is self.plan.blocks else cut(blocks, self.call, self.limits, backward))
         if self.limits.span is not None:
-            waiting = deque(part for block in waiting for part in self._within_span(block, sources, self.limits.span))
+            most = self.limits.span
+            waiting = deque(part for block in waiting for part in self._within_span(block, sources, most, packed))
         while waiting:
             block = waiting.popleft()
             try:
-                parts = self.compute(block, sources, results)
+                parts = self.compute(block, sources, results, packed)
             except torch.OutOfMemoryError as error:
                 cap = MemoryCap.of(self.call)
                 if cap is None:
@@ -209,8 +216,9 @@ class Work:
             yield block, parts
             del parts  # taken by now: the next block has its room
 
-    def _within_span(self, block: Block, sources: Inputs, most: int) -> list[Block]:
-        views = block.queries.of(sources.q, self.group), block.keys.of(sources.k)
+    def _within_span(self, block: Block, sources: Inputs, most: int, packed: Packed | None) -> list[Block]:
+        queries, keys = (block.queries, block.keys) if packed is None else packed.views(block)
+        views = queries.of(sources.q, self.group), keys.of(sources.k)
         if all(span(x) < most for x in views):
             return [block]
         batch = max(1, min(most // max(1, x.stride(0) * x.itemsize) for x in views))
@@ -317,12 +325,3 @@ def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Te
             raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
         blocks += _cut_plan(call._replace(samples=1, start=at), limits, backward, False, sample).blocks
     return Plan(tuple(blocks), (0, call.kv_heads), True)
-
-
-def _positions(block: Block, at: tuple[int, ...], rows: int, step: int, call: Call) -> Tensor:
-    """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
-    view = block.queries
-    segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
-    first = on_device(at, call.device).repeat_interleave(call.q_per_kv)
-    token = first + view.segment_step * segment[:, None, None] + step * row[:, None]
-    return token.repeat(view.samples, 1, 1)

@@ -79,12 +79,3 @@ def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs,
 def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
     """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
     return x[..., : call.head_dim].to(dtype).contiguous().detach()
-
-
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers as a tensor. Evenly spaced ones, as all of a call on one device are, are counted there: a copy would
-    make the host wait, and is not allowed while a CUDA graph is captured."""
-    first, step = numbers[0], numbers[1] - numbers[0] if len(numbers) > 1 else 0
-    if all(number == first + i * step for i, number in enumerate(numbers)):
-        return first + step * torch.arange(len(numbers), device=device)
-    return torch.tensor(numbers, device=device)

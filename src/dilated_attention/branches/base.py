@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from dilated_attention.checks import check_int
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 FOREVER = 2**62  # a period that no sequence reaches
 
@@ -256,6 +259,14 @@ def rising(name: str, values: Iterable[int]) -> tuple[int, ...]:
     if isinstance(values, (str, bytes, Tensor)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, got {values!r}")
     return tuple(sorted({check_int(f"every entry of {name}", value, least=0) for value in values}))
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items that agree in something, by it."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range, int]]:

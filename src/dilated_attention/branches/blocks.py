@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, in_order, rows_at
+from dilated_attention.branches.base import Branch, Kept, Rect, grouped, in_order, rows_at
 from dilated_attention.checks import check_int
 
 Pairs = tuple[tuple[int, int], ...]
@@ -70,7 +70,9 @@ class Blocks(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """Blocks that are equally far from their keys are one rectangle, repeated."""
         size, high = self.size, 0 if is_causal else None
-        for distance, rows in _by_distance(self.pairs):
+        distances = grouped(self.pairs, lambda pair: pair[1] - pair[0])
+        for distance in sorted(distances):
+            rows = [query for query, _ in distances[distance]]
             whole = [r for r in rows if r * size >= queries.start and (r + 1) * size <= queries.stop]
             whole = [r for r in whole if (r + max(distance, 0) + 1) * size <= n]
             for row in sorted(set(rows) - set(whole)):
@@ -126,13 +128,6 @@ def _listed(pairs: Pairs, device: torch.device) -> Tensor:
         listed = torch.zeros(count, count, dtype=torch.bool)
         listed[tuple(torch.tensor(pairs).T)] = True
         return listed.to(device)
-
-
-def _by_distance(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    found: dict[int, list[int]] = {}
-    for query, key in pairs:
-        found.setdefault(key - query, []).append(query)
-    return sorted(found.items())
 
 
 def _random(count: int, per_row: int, seed: int, is_causal: bool, fixed: dict[int, set[int]]) -> set[tuple[int, int]]:

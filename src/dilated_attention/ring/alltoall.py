@@ -10,6 +10,7 @@ Legend as in `blockwise` and `messages`; L rows of one head in a whole segment, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.blocks import Block, View, head_runs
+from dilated_attention.blocks import Block, Packed, View, head_runs
 from dilated_attention.branches import Dilated
-from dilated_attention.branches.base import Rows, rows_at
+from dilated_attention.branches.base import grouped, rows_at
 from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -33,20 +34,13 @@ from dilated_attention.ring.shards import Shards
 class Bundle(NamedTuple):
     """Some heads of a segment that lies on several ranks, which one of them computes."""
 
-    branch: int
-    step: int  # tokens from one row to the next
-    segment: int  # where it begins
-    heads: tuple[int, ...]
-    at: tuple[int, ...]  # the first row of each head
-    zeros: int
-    members: dict[int, View]  # the rows of each rank that holds some, in its tensors
+    block: Block  # all rows
+    members: dict[int, View]  # those of each rank that holds some, in its tensors
     target: int  # computes it
 
-    def block(self, queries: View, keys: View) -> Block:
-        return Block(
-            self.branch, self.step, self.step, queries, keys, None, None, self.at, self.at, self.segment,
-            numbers=self.heads, zeros=self.zeros,
-        )  # fmt: skip
+    @property
+    def heads(self) -> range:
+        return self.block.queries.numbers
 
 
 def can_deal(pattern: Pattern) -> bool:
@@ -58,7 +52,7 @@ def can_deal(pattern: Pattern) -> bool:
 def bundles_of(call: Call, shards: Shards, rank: int) -> tuple[Bundle, ...]:
     """Those that a rank is a member of, in an order that all members share."""
     (first, stop), found = shards.of_rank(rank), []
-    for index, branch in enumerate(call.pattern.branches_for(call.held.total)):
+    for index, branch in enumerate(call.branches):
         assert isinstance(branch, Dilated)
         tokens = (first, stop - 1) if first < stop else ()  # segments of other tokens lie inside of the shard
         for start in sorted({segment_at(shards, token, branch.length)[0] for token in tokens}):
@@ -76,41 +70,32 @@ def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1 << 12)
 def bundles_at(call: Call, shards: Shards, index: int, token: int) -> list[Bundle]:
     """The heads of a branch's segment that several ranks have rows of, shared evenly by these ranks."""
-    branch = call.pattern.branches_for(call.held.total)[index]
+    branch = call.branches[index]
     assert isinstance(branch, Dilated)
     start, stop = segment_at(shards, token, branch.length)
-    found: list[Bundle] = []
-    ranks = shards.holders(start, stop)
-    by_offset: dict[int, dict[int, Rows]] = {}  # the rows of each rank that holds some
-    rows: dict[int, dict[int, Rows]] = {}  # the same by head
-    together: dict[tuple[int, ...], list[int]] = {}  # heads by the ranks that hold rows of them
-    for head, offset in call.placed(index):
-        if offset not in by_offset:
-            whole = rows_at(start + offset, branch.rate, start + offset, stop)
-            pieces = {rank: whole.inside(*shards.of_rank(rank)) for rank in ranks}
-            by_offset[offset] = {rank: piece for rank, piece in pieces.items() if piece.length}
-        rows[head] = by_offset[offset]
-        together.setdefault(tuple(rows[head]), []).append(head)
-    for members, heads in together.items():
+    offsets, found, ranks = dict(call.placed(index)), list[Bundle](), shards.holders(start, stop)
+    held: dict[int, dict[int, int]] = {}  # by offset: how many rows each rank has, if it has some
+    for offset in {*offsets.values()}:
+        rows = rows_at(start + offset, branch.rate, start + offset, stop)
+        held[offset] = {rank: number for rank in ranks if (number := rows.inside(*shards.of_rank(rank)).length)}
+    for members, heads in grouped(offsets, lambda head: tuple(held[offsets[head]])).items():
         for place, target in enumerate(members if len(members) > 1 else ()):
             turn = (place - index) % len(members)  # where heads are few, others in each branch
             some = [heads[at] for at in share(len(heads), len(members), turn)]
-            placed = [(head, *(piece.start for piece in rows[head].values())) for head in some]
-            counts = {head: tuple(piece.length for piece in rows[head].values()) for head in some}
+            placed = [(head, start + offsets[head]) for head in some]
+            counts = {head: tuple(held[offsets[head]].values()) for head in some}
             for run in head_runs(placed, counts.__getitem__, call.q_per_kv):
-                head, *firsts = run.first
+                (head, first), count = run.first, counts[run.first[0]]
+                whole = View(0, call.samples, first, 1, 0, sum(count), branch.rate, head, run.heads, *run.steps)
+                befores = itertools.accumulate(count, initial=0)
                 views = {
-                    rank: View(
-                        0, call.samples, at - shards.starts[rank], 1, 0, count, branch.rate, head, run.heads,
-                        run.steps[0], step,
-                    )
-                    for rank, at, count, step in zip(members, firsts, counts[head], run.steps[1:], strict=True)
-                }  # fmt: skip
+                    rank: whole.some_rows(before, here)._replace(start=shards.starts[rank])
+                    for rank, before, here in zip(members, befores, count, strict=False)
+                }
                 begin, end = shards.sequence(token)
-                zeros = zeros_beside(branch, sum(counts[head]), end - begin) if call.adds_zeros else 0
-                numbers = tuple(head + i * run.steps[0] for i in range(run.heads))
-                at = tuple(firsts[0] + i * run.steps[1] for i in range(run.heads))
-                found.append(Bundle(index, branch.rate, start, numbers, at, zeros, views, target))
+                zeros = zeros_beside(branch, whole.rows, end - begin) if call.adds_zeros else 0
+                high = 0 if call.is_causal else None
+                found.append(Bundle(Block(index, whole, whole, None, high, start, zeros), views, target))
     return found
 
 
@@ -130,7 +115,7 @@ class AllToAll(ParallelCall):
         call = self.call._replace(start=0, queries=0, key_start=0, keys=0)
         self.bundles = bundles_of(call, self.shards, self.rank) if call.samples else ()
         self.computed_remotely = frozenset(
-            (bundle.branch, bundle.segment, head) for bundle in self.bundles for head in bundle.heads
+            (bundle.block.branch, bundle.block.segment, head) for bundle in self.bundles for head in bundle.heads
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
         self.rows_there: Peers = {}  # that others compute, by who does;
@@ -152,7 +137,7 @@ class AllToAll(ParallelCall):
             self.kept += tensors if self.keeps else []
         for bundle, (part_lse, part) in self.back("forward", self.fields.results, results):
             rows = bundle.members[self.rank]
-            log_zeros = work.log_zero_keys(bundle.block(rows, rows))
+            log_zeros = work.log_zero_keys(bundle.block)
             if log_zeros is not None:
                 part, part_lse = part.to(part_lse.dtype, copy=True), part_lse.clone()
                 add_zero_keys_(part, part_lse, log_zeros)
@@ -184,16 +169,14 @@ class AllToAll(ParallelCall):
 
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
-        (samples, rows), heads = sources.q.shape[:2], len(bundle.heads)
-        view = View(0, samples, 0, 1, rows, rows, 1, 0, heads, 1, 0)
-        whole = bundle.block(view, view)._replace(high=0 if self.call.is_causal else None)
-        found: list[Tensor] = []
-        for block, parts in work.each([whole], sources, results):
+        whole, found = bundle.block.queries, list[Tensor]()
+        for block, parts in work.each([bundle.block], sources, results, Packed(whole, whole)):
+            groups = [part.shape[2] // block.heads for part in parts]
             if not found:
-                sizes = [(samples, rows, heads * part.shape[2] // block.heads, *part.shape[3:]) for part in parts]
-                found = [part.new_empty(size) for part, size in zip(parts, sizes, strict=True)]
-            for x, part in zip(found, parts, strict=True):
-                block.queries.of(x, part.shape[2] // block.heads).copy_(part)
+                sizes = [(*sources.q.shape[:2], whole.heads * group) for group in groups]
+                found = [part.new_empty(*size, *part.shape[3:]) for part, size in zip(parts, sizes, strict=True)]
+            for x, part, group in zip(found, parts, groups, strict=True):
+                block.queries.within(whole).of(x, group).copy_(part)
         return found if results is not None else [found[1], found[0]]
 
     # --- rows to whoever computes them, and results back ------------------------------------------------------------

@@ -74,7 +74,7 @@ class Circulation(ParallelCall):
             for owner, message in messages.items():
                 arrived = unpack(message, step.owners[owner], self.fields.blocks)
                 for part, tensors in zip(step.blocks[owner], arrived, strict=True):
-                    for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors)):
+                    for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors), None, part.packed):
                         here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
                         merge_(here, here_lse, seen, seen_lse)
         return out, lse
@@ -153,10 +153,11 @@ class Circulation(ParallelCall):
                     samples, count, heads = shape_of(rows)
                     size = samples, count, heads * self.q_per_kv, work.q.shape[3]
                     totals[rows] = work.q.new_zeros(size, dtype=self.call.sum_dtype)
-                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results):
+                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results, part.packed):
                     block.queries.within(rows).of(totals[rows], self.q_per_kv).add_(dq)
-                    block.keys.of(dk_all).add_(dk)
-                    block.keys.of(dv_all).add_(dv)
+                    keys = block.keys.within(part.rows)
+                    keys.of(dk_all).add_(dk)
+                    keys.of(dv_all).add_(dv)
         return sums
 
     def take_sums(self, step: Step, pending: Pending | None, totals: tuple[Totals, Totals, Totals]) -> None:

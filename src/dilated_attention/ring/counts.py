@@ -70,7 +70,7 @@ def rows_needed(call: Call, shards: Shards) -> Needs:
     size = shards.ranks
     rows = torch.zeros(size, size, dtype=torch.int64, device="cpu")
     needs = Needs(rows, rows.new_zeros(size), rows.new_zeros(size))
-    for index in range(len(call.pattern.branches_for(call.held.total))):
+    for index in range(len(call.branches)):
         known: dict[tuple[int, ...], Needs] = {}
         branch = segmented(call, index)
         for zone in shared_zones(shards, branch):
@@ -85,7 +85,7 @@ def rows_needed(call: Call, shards: Shards) -> Needs:
 
 def segmented(call: Call, index: int) -> Dilated | None:
     """The branch, if each of its segments is like a sequence of its own, whatever the other branches."""
-    branch = call.pattern.branches_for(call.held.total)[index]
+    branch = call.branches[index]
     return branch if call.pattern.counts == "sum" and isinstance(branch, Dilated) else None
 
 
@@ -145,8 +145,7 @@ class OfQueries(NamedTuple):
 
 def _of_queries(call: Call, index: int, first: int, stop: int, n: int) -> OfQueries:
     """Far from the beginning it is the same as near to it."""
-    branches = call.pattern.branches_for(call.held.total)
-    shift, length = moved_to(branches[index], branches, range(first, stop), n)
+    shift, length = moved_to(call.branches[index], call.branches, range(first, stop), n)
     found = _near(call, index, range(first - shift, stop - shift), length)
     return (
         found._replace(lanes=[(start + shift, step, rows, times) for start, step, rows, times in found.lanes])
@@ -159,7 +158,7 @@ def _of_queries(call: Call, index: int, first: int, stop: int, n: int) -> OfQuer
 def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
     pairs, seeing, lanes = 0, 0, []
     for head, times in kinds_of_heads(call, index) if queries else ():
-        parts = list(call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal, call.drops))
+        parts = list(call.parts(index, head - call.first_head, queries, n))
         here, keys = _beyond(parts, queries, n)
         pairs += times * count_pairs(parts, head)
         seeing += times * here
@@ -192,10 +191,9 @@ def kinds_of_heads(call: Call, index: int) -> tuple[tuple[int, int], ...]:
     first: dict[tuple[int, ...], int] = {}
     found: Counter[int] = Counter()
     for head, offset in call.placed(index):
-        number = call.first_head + head
         is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
-        looks = (offset,) if is_alone else call.pattern.looks(number, call.held.total)
-        found[first.setdefault(looks, number)] += 1
+        looks = (offset,) if is_alone else call.looks(head)
+        found[first.setdefault(looks, call.first_head + head)] += 1
     return tuple(found.items())
 
 
@@ -207,7 +205,7 @@ def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
     found = torch.zeros(shards.ranks, dtype=torch.int64, device="cpu")
     for start, stop in itertools.pairwise(shards.cu_seqlens):
         ranks, cut = shards.cut(start, stop)
-        for index in range(len(call.pattern.branches_for(call.held.total))):
+        for index in range(len(call.branches)):
             branch = segmented(call, index)
             pairs = _pairs_in_segments(call, index, branch, cut) if branch else _pairs(call, index, cut)
             found[ranks.start : ranks.stop] += pairs

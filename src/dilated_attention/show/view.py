@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches import Branch
+from dilated_attention.branches.base import grouped
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern, Pattern, zeros_beside
 from dilated_attention.ring.shards import Shards
@@ -111,9 +112,8 @@ class View:
     @cached_property
     def kinds(self) -> list[list[int]]:
         """The (query) heads that see the same, as far as they are looked at."""
-        kv_heads, alike = self.kv_heads or self.heads, dict[tuple[int, ...], list[int]]()
-        for head in range(self.heads):
-            alike.setdefault(self.pattern.looks(self._kv_head(head), kv_heads), []).append(head)
+        kv_heads = self.kv_heads or self.heads
+        alike = grouped(range(self.heads), lambda head: self.pattern.looks(self._kv_head(head), kv_heads))
         asked = (heads for heads in alike.values() if self.head is None or self.head in heads)
         return [*itertools.islice(asked, MOST_KINDS)]
 

@@ -184,11 +184,11 @@ class KVCache:
         with no_autocast(q.device):
             work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
-            for view, some in blocks.away(call, 0, before):
-                kept = self._rows(view, some[0].branch, samples)
+            for part in blocks.away(call, 0, before):
+                kept = self._rows(part.rows, part.blocks[0].branch, samples)
                 sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
-                for block, part in work.each(some, sources):
-                    merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *part)
+                for block, seen in work.each(part.blocks, sources, None, part.packed):
+                    merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *seen)
         return finished(out, call, q.dtype), lse
 
     def _rows(self, view: View, branch: int, samples: slice) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import View
 from dilated_attention.branches import Branch
-from dilated_attention.branches.base import FOREVER, Kept, in_order
+from dilated_attention.branches.base import FOREVER, Kept, grouped, in_order
 from dilated_attention.pattern import Pattern
 
 
@@ -118,9 +118,8 @@ class Table:
 @functools.lru_cache(maxsize=32)
 def tables_of(pattern: Pattern, kv_heads: int, tokens: int, device: torch.device) -> tuple[Table, ...]:
     """Room for sequences of so many tokens: a table for all heads that have the same branches."""
-    branches, alike = pattern.branches_for(kv_heads), dict[tuple[int, ...], list[int]]()
-    for head in range(kv_heads):
-        alike.setdefault(tuple(i for i, branch in enumerate(branches) if head in branch.members), []).append(head)
+    branches = pattern.branches_for(kv_heads)
+    alike = grouped(range(kv_heads), lambda head: tuple(i for i, x in enumerate(branches) if head in x.members))
     return tuple(
         Table(pattern, heads, {i: branches[i] for i in numbers}, tokens, device)
         for numbers, heads in alike.items() if numbers

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dilated_attention.branches import Branch, Dilated
+from dilated_attention.branches.base import grouped
 from dilated_attention.pattern import MAX_BRANCHES, Pattern
 
 ENDLESS = 2**52  # tokens: a period, a span or a limit that never ends
@@ -50,10 +51,7 @@ def endless(pattern: Pattern, kv_heads: int) -> tuple[EndlessRect, ...]:
 def _of_branch(index: int, branch: Branch) -> Iterator[EndlessRect]:
     turns = isinstance(branch, Dilated) and branch.offset == "head"
     neighbours, turn = (branch.neighbours, branch.rate) if isinstance(branch, Dilated) and turns else (1, 1)
-    alike: dict[int, list[int]] = {}
-    for head in branch.members:
-        alike.setdefault(0 if turns else branch.offset_of(head), []).append(head)
-    for heads in alike.values():
+    for heads in grouped(branch.members, lambda head: 0 if turns else branch.offset_of(head)).values():
         for rect in branch.rects(0 if turns else heads[0], range(ENDLESS), ENDLESS, False):
             if rect.is_empty or rect.queries.start > ENDLESS // 2:  # the end of what is endless
                 continue

@@ -21,7 +21,7 @@ from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.endless import stretches
 from dilated_attention.backends.triton.tiling import Array, Nests
 from dilated_attention.branches import Blocks
-from dilated_attention.branches.base import Rect, Rows
+from dilated_attention.branches.base import Rect, Rows, grouped
 from dilated_attention.call import Call
 from dilated_attention.pattern import DilatedPattern
 
@@ -65,15 +65,13 @@ def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
 @functools.lru_cache(maxsize=64)
 def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
     found: list[list[Strip]] = []
-    for branch, _ in enumerate(call.pattern.branches_for(call.held.total)):
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for head, _ in call.placed(branch):
-            alike.setdefault(call.pattern.looks(head + call.first_head, call.held.total), []).append(head)
+    for branch in range(len(call.branches)):
+        alike = grouped((head for head, _ in call.placed(branch)), call.looks)
         turns: dict[int, list[Strip]] = {}
         shared: dict[tuple[Rect | None, ...], list[int]] = {}
         is_listed = _is_listed(call, branch)
         for some in alike.values():
-            rects = () if is_listed else tuple(_rects(call, branch, some[0] + call.first_head, of_keys))
+            rects = () if is_listed else tuple(_rects(call, branch, some[0], of_keys))
             shared.setdefault(rects, []).extend(some)
         for rects, heads in shared.items():
             if None in rects:
@@ -87,16 +85,11 @@ def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
     return tuple(map(tuple, found))
 
 
-def _sequences(call: Call) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise(call.cu_seqlens or (0, call.total))
-
-
 def _rects(call: Call, branch: int, head: int, of_keys: bool) -> Iterator[Rect | None]:
     """Those of a branch; None in the place of one with a mask."""
-    heads, has_blocks = call.held.total, isinstance(call.pattern.branches_for(call.held.total)[branch], Blocks)
-    for begin, end in _sequences(call):
-        mine = range(end - begin), end - begin, heads, call.is_causal, call.drops
-        for rect, but in call.pattern.parts(branch, head, *mine):
+    has_blocks = isinstance(call.branches[branch], Blocks)
+    for begin, end in itertools.pairwise(call.borders):
+        for rect, but in call.parts(branch, head, range(end - begin), end - begin):
             if but:
                 yield None
             elif not rect.is_empty:
@@ -159,12 +152,12 @@ def _is_listed(call: Call, branch: int) -> bool:
     """Whether all pairs of listed blocks count."""
     pattern = call.pattern
     is_first = pattern.counts == "sum" or pattern.order(call.drops)[0] == branch
-    return is_first and isinstance(pattern.branches_for(call.held.total)[branch], Blocks)
+    return is_first and isinstance(call.branches[branch], Blocks)
 
 
 def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
     """The blocks as one strip: a list may have a million, which rectangles would take a minute for."""
-    blocks = call.pattern.branches_for(call.held.total)[branch]
+    blocks = call.branches[branch]
     assert isinstance(blocks, Blocks)
     size, pairs = blocks.size, np.array(blocks.pairs)
     pairs = pairs[pairs[:, 1] <= pairs[:, 0]] if call.is_causal else pairs
@@ -172,7 +165,7 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
     rows: list[Array] = []
     runs: list[Array] = []
     before = 0
-    for begin, end in _sequences(call):
+    for begin, end in itertools.pairwise(call.borders):
         some = (mine * size < end - begin) & (met * size < end - begin)
         own, other = mine[some], met[some]
         is_new = np.append(True, (np.diff(own) != 0) | (np.diff(other) != 1))[: len(own)]
