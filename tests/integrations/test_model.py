@@ -43,6 +43,8 @@ def test_a_config_is_the_plain_one(config: LMConfig, tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).plain() == config
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "longnet"
     assert LongNetConfig().plain().patterns[0].segment_lengths[-1] == 32768
+    with pytest.raises(ValueError, match="near: a transformers class has no learned weights"):
+        LongNetConfig.of(replace(PLAIN, pattern=hf.UNION, near=1))
 
 
 def test_what_a_checkpoint_lacks_is_drawn(tmp_path: Path) -> None:

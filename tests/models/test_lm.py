@@ -18,7 +18,7 @@ import dilated_attention as da
 from dilated_attention import DilatedPattern, global_mean_for_ddp, local_positions, reference, shard_sequence
 from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, shifted, summed_loss, token_losses
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.transformer import SIZES
+from dilated_attention.models.transformer import SIZES, with_far
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 from tests.over_ranks import changed, raised, world
@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unions": {
         "kv_heads": 2, "pattern": (UNION, da.Pattern([da.Global([0, 7]), da.Strided(3), da.Window(2)], counts="sum"))
     },
+    "near": {"near": 1, "kv_heads": 2, "sinks": True, "pattern": (UNION, PATTERN)},
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", OPTIONS)
 BOTH = pytest.mark.parametrize("loss", [token_losses, summed_loss])
@@ -70,15 +71,66 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
 def test_attention_is_the_oracles(name: str, kind: type[Any]) -> None:
     """States and the gradients of every parameter."""
     model, tokens = small(name, kind), batch()
-    patterns, is_causal = model.config.patterns, kind is LongNetLM
+    calls, is_causal = model.config.calls, kind is LongNetLM
 
-    oracles = [partial(reference.attention, pattern=pattern, is_causal=is_causal) for pattern in patterns]
+    def oracle(patterns: Any, *rows: Tensor) -> Any:
+        return sum((reference.attention(*rows, one, is_causal=is_causal) for one in patterns), ())
+
+    oracles = [partial(oracle, patterns) for patterns in calls]
     states = model.states(tokens, torch.arange(TOKENS), oracles)
     expected = model.head(states) if is_causal else states
     got = model(tokens)
     weight = torch.randn_like(got)
     assert error(got, expected) < 1e-12
     assert same(gradients(model, (got * weight).sum()), gradients(model, (expected * weight).sum()))
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, UNION, da.Pattern([da.Window(3), da.Strided(3)], counts="sum")], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_far_keys_have_a_learned_weight(pattern: da.Pattern, is_causal: bool) -> None:
+    """Against one softmax with the weight of each key, which is little or much; and the gradients, also of these."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, TOKENS, 4, 8, dtype=torch.float64).unbind(0)
+    q[:, 5:9] *= 40  # near keys have nearly all weight, or none
+    leaves = [q, k, v, torch.tensor([-30.0, -4.0, 0.5, 8.0], dtype=torch.float64)]
+    cotangents = torch.randn_like(q), torch.randn_like(q[..., 0])
+    calls = dataclasses.replace(SMALL, pattern=pattern, near=1).calls[0]
+    nothing = torch.zeros(2, TOKENS, dtype=torch.bool)
+    nothing[1, :20] = True  # the first queries of a causal call see no key
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, far: Tensor) -> Any:
+        both = [da.dilated_attention(q, k, v, x, is_causal=is_causal, key_padding_mask=nothing, return_lse=True)
+                for x in calls]  # fmt: skip
+        return with_far(far, *both[0], *both[1])
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, far: Tensor) -> Any:
+        every, near = (reference.key_counts(x, TOKENS, 4, nothing, is_causal, 1, q)[0].sum(0) for x in calls)
+        weight = near + far.sigmoid()[:, None, None] * (every - near)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5
+        scores = (scores + weight.clamp(min=1e-300).log()).masked_fill(every == 0, -torch.inf)
+        lse = scores.logsumexp(-1).transpose(1, 2)
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(0.0), v), lse
+
+    found = []
+    for function in ours, plain:
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out, lse = function(*leaves)
+        seen = lse > -torch.inf
+        total = (out * cotangents[0]).sum() + (lse * cotangents[1])[seen].sum()
+        found.append((seen, out, lse[seen], *torch.autograd.grad(total, leaves)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not (is_causal and found[0][0].all())
+    for got, expected in zip(found[0][1:], found[1][1:], strict=True):
+        assert error(got, expected) < 1e-11
+
+
+def test_near_branches_that_leave_none_far_are_refused() -> None:
+    for near, told in ((3, "near must be less than the number"), (0, "near must be"), (True, "near must be")):
+        with pytest.raises((ValueError, TypeError), match=told):
+            dataclasses.replace(SMALL, near=near)
+    with pytest.raises(ValueError, match="rule 'longnet'"):
+        dataclasses.replace(SMALL, pattern=DilatedPattern.torchscale([4, 8], [1, 2]), near=1)
 
 
 def test_positions_are_relative() -> None:
@@ -221,8 +273,9 @@ def test_the_start_is_magnetos() -> None:
 @ALL
 def test_a_config_is_written_as_json(name: str) -> None:
     config = dataclasses.replace(SMALL, **OPTIONS[name])
-    for pattern in (config.pattern, DilatedPattern.torchscale([8], [1], mixing_gradient="detached")):
-        config = dataclasses.replace(config, pattern=pattern)
+    torchscale = DilatedPattern.torchscale([8], [1], mixing_gradient="detached")
+    for pattern, near in ((config.pattern, config.near), (torchscale, None)):
+        config = dataclasses.replace(config, pattern=pattern, near=near)
         assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -364,7 +417,7 @@ def over_ranks(name: str) -> list[str]:
     return [what for what, is_right in right.items() if not is_right]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen"), (2, "unions")])
+@pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen"), (2, "near")])
 def test_losses_and_gradients_are_those_of_one_device(ranks: int, name: str) -> None:
     assert pool(ranks).run(over_ranks, name) == [[]] * ranks
 

@@ -32,12 +32,16 @@ class Decoder:
         """``room``: of how many tokens the longest sample will be."""
         self.model, config, weight = model, model.config, model.embed.weight
         like = weight.new_empty(len(tokens), 0, config.kv_heads, config.head_dim, dtype=computed_dtype(weight))
-        self.kept = [KVCache(pattern, like, room) for pattern in config.patterns]
+        self.kept = [[KVCache(pattern, like, room) for pattern in calls] for calls in config.calls]
+        self.every = [kept for layer in self.kept for kept in layer]
         self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
         self.logits = torch.empty(0)  # its output
         self.count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
         self.slots: dict[Pattern, list[Slot]] = {}  # of a step's tokens
         self.graph: torch.cuda.CUDAGraph | None = None
+
+    def attend_each(self, layer: list[KVCache], *rows: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x for kept in layer for x in self.attend(kept, *rows))
 
     def attend(self, kept: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         backend = self.model.backend
@@ -49,7 +53,9 @@ class Decoder:
 
     def states(self, tokens: Tensor) -> Any:
         positions = self.at.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
-        return self.model.states(tokens, positions, [partial(self.attend, kept) for kept in self.kept], apart=True)
+        return self.model.states(
+            tokens, positions, [partial(self.attend_each, layer) for layer in self.kept], apart=True
+        )
 
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int) -> None:
         """Take the prompts, padded at their ends; the logits are those after the last token of each."""
@@ -64,7 +70,9 @@ class Decoder:
 
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
-        for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
+        for kept in {
+            kept.pattern: kept for layer in self.kept for kept in layer
+        }.values():  # once for all layers that are alike
             self.slots[kept.pattern] = kept.slots(self.at)
         logits = self.model.head(self.states(self.token)[:, -1])
         self.at += 1
@@ -115,7 +123,7 @@ def generate_tokens(
         raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
     choose = chooser(temperature, top_k, top_p, generator)
     decoder = Decoder(model, tokens, tokens.shape[1] + steps)
-    captures = tokens.is_cuda and all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept)
+    captures = tokens.is_cuda and all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.every)
     if cuda_graph and not captures:
         raise ValueError("cuda_graph=True needs a model on CUDA that our own kernels can run: see da.explain()")
     captures = captures and cuda_graph is not False

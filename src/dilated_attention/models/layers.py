@@ -65,6 +65,11 @@ def attend_whole(
     return functional.attend(inputs, options, Ranks.of(rows.group), rows.bounds, warns=False)
 
 
+def attend_each(patterns: Sequence[Pattern], *given: Any) -> tuple[Tensor, ...]:
+    """`attend_whole` with several patterns: their pairs, one after the other."""
+    return tuple(x for pattern in patterns for x in attend_whole(pattern, *given))
+
+
 def mean_of(x: Tensor, padding: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     """(B, C): the mean of the rows of x that are no padding; over a group, of the rows of all ranks."""
     wide = accumulate_dtype(x.dtype)  # half precision cannot count beyond 65,504

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.models import generate, weights
-from dilated_attention.models.layers import CuSeqlens, Over, Sequences, attend_whole, mean_of, process_group
+from dilated_attention.models.layers import CuSeqlens, Over, Sequences, attend_each, mean_of, process_group
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.resolve import cu_seqlens_on_host
@@ -144,9 +144,7 @@ def states_of(
         ends = None if documents is None else cu_seqlens_on_host(documents)  # on the host, where every layer reads them
         positions = _positions(tokens, positions, ends, group)
     given = is_causal, Sequences(ends, group, model.backend), padding
-    return model.states(
-        tokens, positions, [partial(attend_whole, pattern, *given) for pattern in model.config.patterns]
-    )
+    return model.states(tokens, positions, [partial(attend_each, calls, *given) for calls in model.config.calls])
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over) -> Tensor:

@@ -24,13 +24,14 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
 from dilated_attention.functional import with_sinks
 from dilated_attention.models.parts import Tensors, in_parts, is_long
-from dilated_attention.pattern import Pattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensors]  # (q, k, v) -> (out, lse), of each of the layer's calls
 
 # Modules that draw numbers only at one of RATES. (nn.RReLU needs none, but PyTorch itself cannot checkpoint it.)
 CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")
 NORMS: dict[str, Any] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+FAR = -4.0  # the learned weight of far branches at first, before the sigmoid
 RATES = ("p", "dropout", "drop_path")  # of what is dropped
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -68,6 +69,9 @@ class LMConfig:
         tied: the output projection is the embedding.
         sinks: add an attention sink to each head: a learned score that takes part in every softmax, with a zero vector
             as its value.
+        near: how many branches of the pattern, the first ones, are near. Each head then learns how much the others
+            count: the weight of a key that only they show is multiplied by sigmoid(x). At first x is -4, so that far
+            keys, which are noise to an untrained model, count little. Near branches are computed twice.
 
     Examples:
         >>> models.LMConfig.of("125M", da.DilatedPattern.longnet([2048, 8192], [1, 4]), tied=False).dim
@@ -90,6 +94,7 @@ class LMConfig:
     rotary_base: float | None = 10_000.0
     tied: bool = True
     sinks: bool = False
+    near: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "depth", "heads"):
@@ -109,8 +114,8 @@ class LMConfig:
             if self.head_dim % 2:
                 raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         object.__setattr__(self, "pattern", read_pattern(self.pattern))
-        for pattern in self.patterns:
-            pattern.check_heads(self.heads, self.kv_heads)
+        for calls in self.calls:
+            calls[0].check_heads(self.heads, self.kv_heads)
 
     @classmethod
     def of(cls, size: str, pattern: Pattern | tuple[Pattern, ...], **changes: Any) -> LMConfig:
@@ -126,6 +131,13 @@ class LMConfig:
     def patterns(self) -> tuple[Pattern, ...]:
         """The pattern of each layer."""
         return per_layer(self.pattern, self.depth)
+
+    @property
+    def calls(self) -> tuple[tuple[Pattern, ...], ...]:
+        """What each layer computes: its pattern, and if ``near`` is given also the pattern of its near branches."""
+        if self.near is None:
+            return tuple((pattern,) for pattern in self.patterns)
+        return tuple((pattern, near_part(pattern, self.near)) for pattern in self.patterns)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
@@ -163,6 +175,19 @@ def per_layer(found: Any, layers: int) -> tuple[Pattern, ...]:
     return patterns
 
 
+def near_part(pattern: Pattern, near: int) -> Pattern:
+    """The pattern with its first ``near`` branches alone."""
+    if check_int("near", near) >= len(pattern.branches):
+        raise ValueError(
+            f"near must be less than the number of branches, so that some are far, got {near} of {pattern}"
+        )
+    if not isinstance(pattern, DilatedPattern):
+        return Pattern(pattern.branches[:near], counts=pattern.counts)
+    if pattern.rule != "longnet":
+        raise ValueError(f"near needs a pattern of the rule 'longnet', or Pattern([...]), got {pattern}")
+    return DilatedPattern.longnet(*zip(*pattern.branches[:near], strict=True))
+
+
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensors:
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
@@ -195,6 +220,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm, self.qkv = norm(E), linear(E, (H + 2 * Hk) * D)
         self.q_norm, self.k_norm = norm(D, config.qk_norm), norm(D, config.qk_norm)
         self.sink = nn.Parameter(torch.zeros(H, **factory)) if config.sinks else None
+        self.far = None if config.near is None else nn.Parameter(torch.empty(H, **factory))
         self.inner_norm, self.out = norm(H * D, config.sub_norm), linear(H * D, E)
         self.ffn_norm, self.up = norm(E), linear(E, 2 * inner if config.ffn == "swiglu" else inner)
         self.ffn_inner_norm, self.down = norm(inner, config.sub_norm), linear(inner, E)
@@ -211,9 +237,10 @@ class TransformerBlock(nn.Module):
         q, k, v = in_parts(first, given, self.parameters(), again) if is_late else first(*given)
         return in_parts(partial(self._run, after), (x, self.attended(attend(q, k, v))), self.parameters(), again)[0]
 
-    def attended(self, found: tuple[Tensor, Tensor]) -> Tensor:
-        """What attention gives, with the sinks."""
-        return found[0] if self.sink is None else with_sinks(*found, self.sink)[0]
+    def attended(self, found: Tensors) -> Tensor:
+        """What attention gives, with the learned weights of far keys, and with the sinks."""
+        out, lse = found if self.far is None else with_far(self.far, *found)
+        return out if self.sink is None else with_sinks(out, lse, self.sink)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
@@ -245,6 +272,22 @@ class TransformerBlock(nn.Module):
             weight.mul_(factor)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
+        if self.far is not None:
+            nn.init.constant_(self.far, FAR)
+
+
+def with_far(far: Tensor, out: Tensor, lse: Tensor, near: Tensor, near_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, (out, lse), with the weight of those that are not near multiplied by sigmoid(far).
+
+    ``far``: (H,). The sum of the weights is sigmoid(far) of that of all keys, and 1 - sigmoid(far) of the near ones':
+    no difference is taken, in which the weight of few far keys would be lost.
+    """
+    far, nothing = far.to(lse.dtype), lse == -torch.inf  # a query that sees no key; near ones are among all
+    parts = (lse.masked_fill(nothing, 0.0) + F.logsigmoid(far), near_lse + F.logsigmoid(-far))
+    total = torch.logaddexp(*parts)
+    share = (parts[1] - total).exp().unsqueeze(-1)
+    mixed = out + (near - out) * share
+    return mixed.to(out.dtype), total.masked_fill(nothing, -torch.inf)
 
 
 def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Tensors) -> Tensor:

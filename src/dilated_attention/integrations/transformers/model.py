@@ -47,7 +47,7 @@ REFUSED = attention.REFUSED | {
     "output_hidden_states": "output_hidden_states: call model.lm.states() for the last ones",
 }
 # what LMConfig has, and as transformers calls it
-NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) if one.name != "pattern"}
+NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) if one.name not in ("pattern", "near")}
 
 
 class LongNetConfig(PreTrainedConfig):
@@ -91,6 +91,8 @@ class LongNetConfig(PreTrainedConfig):
     @classmethod
     def of(cls, config: LMConfig, **more: Any) -> LongNetConfig:
         """From the config of a plain model."""
+        if config.near is not None:
+            raise ValueError("near: a transformers class has no learned weights of far branches; use LongNetLM")
         found = cls(**{theirs: getattr(config, ours) for ours, theirs in NAMES.items()}, **more)
         set_pattern(found, config.pattern)
         return found
