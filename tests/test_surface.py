@@ -36,7 +36,7 @@ LAYERS = [
     "units", "checks", "branches", "pattern", "dropout", "merge", "call", "blocks", "bands", "backends",
     "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "_explain", "streaming",
     "reference", "testing", "ranks", "nn", "compat", "charts", "models", "slides", "integrations",
-    "show", "advice", "bench", "cli", "__main__",
+    "show", "advice", "bench", "scoring", "fitting", "cli", "__main__",
 ]  # fmt: skip
 
 OPTIONAL = [
@@ -181,7 +181,7 @@ def test_walls(these: str, those: str) -> None:
 
 PARTS = {
     **dict.fromkeys(("models", "integrations", "slides"), "top"),
-    **dict.fromkeys(("bench", "cli", "show", "advice", "ranks"), "tools"),
+    **dict.fromkeys(("bench", "cli", "show", "advice", "ranks", "scoring", "fitting"), "tools"),
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }

@@ -18,6 +18,8 @@ from dilated_attention.cli import (
     convert,
     doctor,
     encode,
+    evaluate,
+    fit,
     plan,
     report,
     sample,
@@ -29,13 +31,13 @@ from dilated_attention.cli.options import Refused, defaults, refusing
 NAME = "dilated-attention"
 ABOUT = """
 Exact dilated attention: measure it, choose and draw its patterns, plan its cost
-on many devices, encode slides, write text with a trained model.
+on many devices, encode slides, fit and score language models.
 
 Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
 COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
-COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, sample, completion)
+COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, sample, fit, evaluate, convert, completion)
 
 
 class Parser(argparse.ArgumentParser):

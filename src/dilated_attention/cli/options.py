@@ -142,6 +142,16 @@ def pattern(given: Namespace) -> Pattern:
     return found
 
 
+def patterns(file: Path) -> Any:
+    """Those that `fit` wrote."""
+    from dilated_attention.models.transformer import read_pattern
+
+    try:
+        return read_pattern(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{file} holds no pattern that `fit` wrote ({type(error).__name__}: {error})") from error
+
+
 def branches(text: str) -> Pattern:
     """A pattern as Python writes it: Window(1023), Strided(64); or Pattern([...], counts="sum")."""
     from dilated_attention.branches import KINDS, Blocks
@@ -209,6 +219,21 @@ CALL = (
 )  # fmt: skip
 DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
 
+MODEL = (  # of language models
+    option("checkpoint", type=Path, metavar="CHECKPOINT",
+           help="What examples/train_lm.py wrote, a file or its folder; or a folder of a Hugging Face decoder."),
+    option("--data", nargs="+", required=True, type=Path, metavar="FILE",
+           help="Text files, or folders, whose .txt, .md and .py files are read."),
+    option("-n", "--tokens", type=count, default=2048, metavar="N", help="The tokens of a row."),
+    option("--rows", type=count, default=8, metavar="B", help="At most so many rows, from all over the text."),
+    option("--tokenizer", metavar="NAME",
+           help="The model's tokenizer, a name or a folder. By default that in its folder, else bytes."),
+    DEVICE,
+    option("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)}.  [default: bfloat16 on CUDA, else float32]"),
+    option("--chart", type=Path, metavar="FILE", help="Draw it, too: an .svg or .png file."),
+    JSON,
+)  # fmt: skip
+
 
 class Refused(Exception):  # noqa: N818 - it says what happened
     """What the user asked for cannot be done. The message is one line that says why and what to do."""
@@ -249,6 +274,19 @@ def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
         raise ValueError(f"{name} must be a file, and end in {', '.join(endings)}, got {str(path)!r}")
     charts.writable(path.parent, name)
     return path
+
+
+def model_and_text(given: Namespace) -> tuple[Any, bytes, torch.device]:
+    """Of the options MODEL."""
+    from dilated_attention import scoring
+    from dilated_attention.integrations.stored import stored
+
+    if given.chart is not None:
+        file("--chart", given.chart, (".svg", ".png"))
+    where = device(given.device)
+    kind = dtype(given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
+    text = scoring.read(given.data)
+    return stored(given.checkpoint, given.tokenizer, where, kind), text, where
 
 
 def workload(given: Namespace) -> Workload:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -149,9 +149,10 @@ class LMConfig:
         return cls(**found)
 
 
-def written(pattern: Pattern | Iterable[Pattern]) -> Any:
-    """A pattern, or one per layer, as JSON gives it back."""
-    found = pattern.to_dict() if isinstance(pattern, Pattern) else [one.to_dict() for one in pattern]
+def written(pattern: Any) -> Any:
+    """What `read_pattern` takes, as JSON gives it back."""
+    read = read_pattern(pattern)
+    found = read.to_dict() if isinstance(read, Pattern) else [one.to_dict() for one in read]
     return json.loads(json.dumps(found))
 
 

@@ -44,7 +44,7 @@ BREAKS = (
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, group: Any = None, **options: Any,
+    dropout: float = 0.0, group: Any = None, watch: Any = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
@@ -57,6 +57,8 @@ def attention(
         if "position_ids" not in options:
             name = type(module).__name__
             warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
+    if watch is not None:  # what `integrations.stored` passes to a model, and the model to each layer
+        watch(module.layer_idx, *(x.transpose(1, 2) for x in (query, key, value)), scaling)
     grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
     if looks:
         if kept is not None:

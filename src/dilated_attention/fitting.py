@@ -1,0 +1,151 @@
+"""A pattern for a model that was trained with dense attention: which few heads stay full, and what the others see.
+
+The *mass* of a pattern is how much of dense attention's weight its keys have, see `attention_mass`. Each key/value head
+gets one of the unions in `menu`. The mass of a union is measured as a whole: it is not the sum of its branches' masses.
+
+Legend: n tokens; L layers; Hk key/value heads, whose query heads are averaged; O options; U units: heads, or layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.branches import Branch, Dense, Dilated, Prefix, Strided, Window
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import Pattern
+
+Option = tuple[Branch, ...]  # what one head sees
+FIRST = Prefix(4)  # on which models put attention that they need nowhere else
+ALL = Pattern([Dense()])
+KEPT = ("mass", "output")
+
+
+def alone(n: int) -> dict[str, Option]:
+    """Branches by themselves, to be looked at."""
+    windows = {f"window {w:,}": (Window(w - 1),) for share in (64, 16, 4) if (w := n // share) > 1}
+    far = {"dilated 1/4": (Dilated(n, 4),), "strided 1/16": (Strided(16),)}
+    return {"first 4": (FIRST,), **windows, **far}
+
+
+def menu(n: int) -> list[Option]:
+    """What a head may see: near tokens and the first ones, perhaps with far ones; or all."""
+    windows = dict.fromkeys(Window(max(1, n // share) - 1) for share in (128, 64, 32, 16, 8))
+    far: list[Option] = [(), *((Strided(r),) for r in (64, 32, 16, 8)), *((Dilated(n, r),) for r in (16, 4))]
+    return [*((near, FIRST, *some) for near in windows for some in far), (Dense(),)]
+
+
+def measured(model: Any, tokens: Tensor, options: Sequence[Option]) -> Tensor:
+    """What each option keeps in each layer and key/value head, of its mass and of its output, (2, L, O, Hk).
+
+    Of the output: 1 - the mean square of its change / that of the output. Mass that is lost counts in it by how much
+    the values of unseen keys differ from those seen: a head that reads a mean over the text loses mass and little else.
+    """
+    found: dict[int, list[Tensor]] = {}
+
+    def look(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+        def attend(pattern: Pattern) -> tuple[Tensor, Tensor]:
+            given: Any = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
+            out, lse = dilated_attention(q, k, v, pattern, **given)
+            return out.double(), lse
+
+        out, lse = attend(ALL)  # once, which `attention_mass` would compute for each option
+        kept = []
+        for some, some_lse in (attend(Pattern(option)) for option in options):
+            lost = (some - out).square().sum((0, 1, 3)) / out.square().sum((0, 1, 3))
+            kept.append(torch.stack([(some_lse - lse).exp().clamp(max=1).mean((0, 1)), 1 - lost]))
+        by_head = torch.stack(kept, 1).unflatten(2, (k.shape[2], -1)).mean(3)
+        found.setdefault(layer, []).append(by_head.cpu())
+
+    with torch.no_grad():
+        for row in tokens.split(1):
+            model.watch(row, look)
+    return torch.stack([torch.stack(found[layer]).mean(0) for layer in sorted(found)], 1)
+
+
+def choose(cost: Tensor, kept: Tensor, room: float) -> list[int]:
+    """For each unit the option that it gets, given what options cost (O,) and what a unit keeps with each (U, O).
+
+    All begin with the cheapest. Then, again and again, the change that keeps most for what it costs more is made,
+    anywhere; until none that fits into ``room`` keeps more.
+    """
+    at = torch.full((len(kept), 1), int(cost.argmin()))
+    room -= float(cost.min()) * len(kept)
+    while True:
+        more = cost - cost[at]
+        rate = ((kept - kept.gather(1, at)) / more).masked_fill((more <= 0) | (more > room), 0)
+        unit, option = divmod(int(rate.argmax()), len(cost))
+        if rate[unit, option] <= 0:
+            return at.flatten().tolist()
+        room -= float(more[unit, option])
+        at[unit] = option
+
+
+def joined(options: Sequence[Option]) -> Pattern:
+    """The pattern of a layer whose key/value heads see these."""
+    heads: dict[Branch, list[int]] = {}
+    for head, option in enumerate(options):
+        for branch in option:
+            heads.setdefault(branch, []).append(head)
+    every = len(options)
+    return Pattern([dataclasses.replace(x, heads=None if len(some) == every else some) for x, some in heads.items()])
+
+
+def share_of(pattern: Pattern, n: int, kv_heads: int) -> float:
+    """Its pairs as a share of dense attention's."""
+    return pattern.pairs(n, kv_heads, is_causal=True) / (kv_heads * n * (n + 1) // 2)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was chosen; lists are by layer, and inside by key/value head."""
+
+    patterns: tuple[Pattern, ...]
+    budget: float
+    share: float  # of dense attention's pairs
+    shares: list[list[float]]
+    kept: list[list[float]]  # masses
+    alone: dict[str, list[list[float]]]  # masses of branches by themselves
+
+    def full(self, layer: int) -> list[int]:
+        """The heads that see all."""
+        return [head for head, share in enumerate(self.shares[layer]) if share >= 1]
+
+
+def fit(model: Any, tokens: Tensor, budget: float, *, by: str = "output", per_layer: bool = False) -> Fit:
+    """Chooses patterns with at most ``budget`` of dense attention's pairs in such rows of tokens (B, n).
+
+    ``by``: what they are to keep, the "output" of the heads or the "mass". ``per_layer``: the heads of a layer see the same. Layers that are not dense keep their patterns.
+    """
+    n, single = tokens.shape[1], alone(tokens.shape[1])
+    options = menu(n)
+    found = dict(zip(KEPT, measured(model, tokens, [*options, *single.values()]), strict=True))
+    mass = found["mass"]
+    layers, _, heads = mass.shape
+    before = [share_of(pattern, n, heads) for pattern in model.patterns]
+    dense = [layer for layer, share in enumerate(before) if share >= 1]
+    cost = torch.tensor([share_of(Pattern(option), n, 1) for option in options], dtype=torch.float64)
+    room = budget * layers - sum(share for share in before if share < 1)  # in layers
+    if not dense:
+        raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
+    if room < (least := float(cost.min()) * len(dense)):
+        raise ValueError(f"--budget must be at least {budget + (least - room) / layers:.4f} in {n} tokens")
+    kept = found[by][dense, : len(options)].transpose(1, 2)  # (dense layers, Hk, O)
+    if per_layer:
+        picked = [[one] * heads for one in choose(cost, kept.mean(1), room)]
+    else:
+        units = choose(cost, kept.flatten(0, 1), room * heads)
+        picked = [units[first : first + heads] for first in range(0, len(units), heads)]
+    patterns, shares, keeps = [*model.patterns], [[share] * heads for share in before], [[1.0] * heads] * layers
+    for layer, at in zip(dense, picked, strict=True):
+        patterns[layer] = joined([options[one] for one in at])
+        shares[layer] = cost[at].tolist()
+        keeps[layer] = mass[layer, at, range(heads)].tolist()
+    share = sum(share_of(pattern, n, heads) for pattern in patterns) / layers
+    looked_at = {name: mass[:, len(options) + at].tolist() for at, name in enumerate(single)}
+    return Fit(tuple(patterns), budget, share, shares, keeps, looked_at)

@@ -1,0 +1,219 @@
+"""Choosing a pattern for a dense model: what is measured, the greedy choice, and models from disk."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.auto import AutoModelForCausalLM
+
+from dilated_attention import Dense, Dilated, DilatedPattern, Pattern, Prefix, Strided, Window, attention_mass
+from dilated_attention import dilated_attention, fitting, reference
+from dilated_attention.integrations.stored import Plain, stored
+from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, set_pattern
+from dilated_attention.models import LMConfig, LongNetLM
+from dilated_attention.models.transformer import written
+
+ALL = Pattern([Dense()])
+N = 96
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+TOKENS = torch.randint(256, (2, N), generator=torch.Generator().manual_seed(0))
+
+
+def lm(pattern: Any = ALL, **changes: Any) -> LongNetLM:
+    torch.manual_seed(0)
+    return LongNetLM(
+        LMConfig(**{"vocab_size": 257, "dim": 32, "depth": 2, "heads": 4, "kv_heads": 2, "pattern": pattern, **changes})
+    )
+
+
+def saved(kind: str, folder: Path, pattern: Any = ALL) -> Path:
+    torch.manual_seed(0)
+    if kind == "longnet file":
+        model = lm(pattern)
+        torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, folder / "step-00000001.pt")
+    elif kind == "longnet":
+        LongNetForCausalLM(set_pattern(LongNetConfig(**SHAPE), pattern)).save_pretrained(folder)
+    else:
+        gpt2 = {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}
+        config = LlamaConfig(**SHAPE) if kind == "llama" else GPT2Config(**gpt2)
+        AutoModelForCausalLM.from_config(set_pattern(config, pattern)).save_pretrained(folder)
+    return folder
+
+
+KINDS = ("longnet file", "longnet", "llama", "gpt2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_from_disk_says_what_it_said_and_shows_what_attends(kind: str, tmp_path: Path) -> None:
+    """What is shown gives the output of the layer: the model's own logits follow from it."""
+    model = stored(saved(kind, tmp_path))
+    assert model.patterns == (ALL, ALL)
+    with torch.no_grad():
+        whole = model.model(TOKENS)
+        whole = whole if isinstance(whole, Tensor) else whole.logits
+        places = torch.tensor([3, 50])
+        torch.testing.assert_close(model.logits(TOKENS, places), whole[:, places], rtol=1e-4, atol=1e-5)
+        wanted = torch.nn.functional.cross_entropy(whole[:, :-1].mT, TOKENS[:, 1:], reduction="none")
+        torch.testing.assert_close(model.losses(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+    shown: list[Any] = []
+    model.watch(TOKENS, lambda *given: shown.append(given))
+    assert [layer for layer, *_ in shown] == [0, 1]
+    heads = 4 if kind == "gpt2" else 2
+    for _, q, k, v, _ in shown:
+        assert (q.shape, k.shape, v.shape) == ((2, N, 4, 8), (2, N, heads, 8), (2, N, heads, 8))
+    inputs: list[Tensor] = []
+    hook = after_attention(model.model).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    with torch.no_grad():
+        model.model(TOKENS)
+    hook.remove()
+    _, q, k, v, scale = shown[0]
+    out = dilated_attention(q, k, v, ALL, is_causal=True, scale=scale, enable_gqa=True)
+    torch.testing.assert_close(out.flatten(2), inputs[0], rtol=1e-4, atol=1e-5)
+
+
+def after_attention(model: Any) -> Any:
+    """What takes the heads' outputs in the first layer."""
+    if isinstance(model, LongNetLM):
+        return model.blocks[0].inner_norm
+    base = model.base_model
+    return base.h[0].attn.c_proj if hasattr(base, "h") else base.layers[0].self_attn.o_proj
+
+
+class Shown:
+    """A model whose only layer attends with these."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = ALL) -> None:
+        self.given, self.patterns = (q, k, v), (pattern,)
+
+    def watch(self, row: Tensor, look: Any) -> None:
+        look(0, *self.given, 0.5)
+
+
+def test_what_is_kept_is_the_mass_and_the_output_by_hand() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, N, 4, 8), torch.randn(1, N, 2, 8), torch.randn(1, N, 2, 8)
+    options = [(Window(9), Prefix(2)), (Dilated(N, 4),), (Dense(),)]
+    mass, output = fitting.measured(Shown(q, k, v), TOKENS[:1], options)
+    given: Any = {"is_causal": True, "scale": 0.5, "enable_gqa": True}
+    dense = reference.attention(q, k, v, ALL, is_causal=True, scale=0.5)[0]
+    for at, option in enumerate(options):
+        wanted = attention_mass(q.double(), k.double(), Pattern(option), **given).mean((0, 1)).view(2, 2).mean(1)
+        torch.testing.assert_close(mass[0, at], wanted, rtol=1e-5, atol=1e-6)
+        change = reference.attention(q, k, v, Pattern(option), is_causal=True, scale=0.5)[0] - dense
+        lost = change.square().sum((0, 1, 3)) / dense.square().sum((0, 1, 3))
+        torch.testing.assert_close(output[0, at], 1 - lost.view(2, 2).mean(1), rtol=1e-5, atol=1e-6)
+
+
+def three_heads() -> Shown:
+    """One looks at near tokens; one takes a mean of all, whose values hardly differ; one looks back at a far token
+    now and then, and else at the first one, whose value is 0."""
+    n, dim = 256, 16
+    torch.manual_seed(0)
+    angle = torch.arange(n)[:, None] * torch.logspace(0, -2, dim // 2)
+    place = torch.cat((angle.cos(), angle.sin()), 1)  # near ones are alike
+    q, k, v = torch.zeros(1, n, 3, dim), torch.zeros(1, n, 3, dim), torch.randn(1, n, 3, dim)
+    q[0, :, 0] = k[0, :, 0] = 3 * place
+    v[0, :, 1] = 1 + 0.1 * v[0, :, 1]
+    k[0, 0, 2, 0], q[0, :, 2, 0], v[0, 0, 2] = 9, 9, 0
+    for query in range(150, n, 25):
+        q[0, query, 2], k[0, query - 130, 2] = 0, 0
+        q[0, query, 2, query % 8 + 1] = k[0, query - 130, 2, query % 8 + 1] = 9
+    return Shown(q, k, v)
+
+
+def test_the_head_that_reads_far_tokens_stays_full() -> None:
+    """By mass it is the one that takes a mean of all, though that loses next to nothing."""
+    by_output = fitting.fit(three_heads(), torch.zeros(1, 256), 0.5)
+    assert by_output.full(0) == [2]
+    by_mass = fitting.fit(three_heads(), torch.zeros(1, 256), 0.5, by="mass")
+    assert by_mass.full(0) == [1]
+    for found in (by_output, by_mass):
+        assert found.patterns[0].pairs(256, 3, is_causal=True) <= 0.5 * 3 * 256 * 257 / 2
+
+
+# --- the choice -------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_takes_what_keeps_most_for_its_cost() -> None:
+    cost, kept = torch.tensor([1.0, 2.0, 8.0]), torch.tensor([[0.1, 0.2, 0.9], [0.5, 0.9, 0.95], [0.0, 0.0, 0.0]])
+    assert fitting.choose(cost, kept, 3) == [0, 0, 0]
+    assert fitting.choose(cost, kept, 4) == [0, 1, 0]  # 0.4 for 1
+    assert fitting.choose(cost, kept, 10) == [1, 1, 0]  # 0.8 for 7 does not fit
+    assert fitting.choose(cost, kept, 11) == [2, 1, 0]
+    assert fitting.choose(cost, kept, 100) == [2, 2, 0]  # what keeps no more is not bought
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_choice_keeps_to_its_room_and_is_near_the_best(seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    cost = torch.tensor([0.1, 0.2, 0.3, 0.5, 1.0])
+    kept = torch.rand(5, 5, generator=drawn).sort(1).values
+    every = list(itertools.product(range(5), repeat=5))
+    for room in (0.6, 1.0, 2.0, 4.0):
+        found = fitting.choose(cost, kept, room)
+        assert float(cost[found].sum()) <= room + 1e-6
+        value = float(kept[range(5), found].sum())
+        best = max(float(kept[range(5), some].sum()) for some in every if float(cost[list(some)].sum()) <= room)
+        assert value >= 0.85 * best
+
+
+def test_heads_that_see_the_same_share_a_branch() -> None:
+    pattern = fitting.joined([(Window(3), Prefix(4)), (Dense(),), (Window(3), Prefix(4), Strided(8))])
+    assert pattern == Pattern(
+        [Window(3, heads=[0, 2]), Prefix(4, heads=[0, 2]), Dense(heads=[1]), Strided(8, heads=[2])]
+    )
+    assert fitting.joined([(Window(3),)] * 2) == Pattern([Window(3)])
+
+
+@pytest.mark.parametrize("by", fitting.KEPT)
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_a_fit_keeps_to_its_budget_and_leaves_layers_with_a_pattern_alone(by: str, per_layer: bool) -> None:
+    own = DilatedPattern.longnet([32, 96], [1, 4])
+    model = Plain(lm((ALL, own, DilatedPattern.longnet([4096], [1])), depth=3))
+    found = fitting.fit(model, TOKENS, 0.4, by=by, per_layer=per_layer)
+    assert found.patterns[1] == own
+    pairs, dense = (
+        sum(x.pairs(N, 4, num_kv_heads=2, is_causal=True) for x in some) for some in (found.patterns, [ALL] * 3)
+    )
+    assert 0.3 < pairs / dense <= 0.4
+    assert found.share == pytest.approx(pairs / dense)
+    for layer in (0, 2):
+        mass = attention_masses(model, layer, found.patterns[layer])
+        torch.testing.assert_close(torch.tensor(found.kept[layer]).double(), mass, rtol=1e-5, atol=1e-6)
+        assert not per_layer or len({*found.shares[layer]}) == 1
+    assert (
+        LMConfig.from_dict(model.model.config.to_dict() | {"pattern": written(found.patterns)}).patterns
+        == found.patterns
+    )
+    config = set_pattern(LlamaConfig(**{**SHAPE, "num_hidden_layers": 3}), written(found.patterns))
+    assert config.dilated_pattern == written(found.patterns)
+
+
+def attention_masses(model: Any, wanted: int, pattern: Pattern) -> Tensor:
+    found: list[Tensor] = []
+
+    def look(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> None:
+        if layer == wanted:
+            found.append(attention_mass(q, k, pattern, is_causal=True, scale=scale, enable_gqa=True).mean((0, 1)))
+
+    with torch.no_grad():
+        model.watch(TOKENS, look)
+    return found[0].view(2, -1).mean(1).double()
+
+
+def test_what_cannot_be_fitted() -> None:
+    with pytest.raises(ValueError, match="no layer sees all of 96 tokens"):
+        fitting.fit(Plain(lm(Pattern([Window(3)]))), TOKENS, 0.5)
+    with pytest.raises(ValueError, match=r"--budget must be at least 0\.1\d* in 96 tokens"):
+        fitting.fit(Plain(lm()), TOKENS, 0.01)
+    with pytest.raises(ValueError, match="a vocabulary of 100 has no bytes"):
+        Plain(lm(vocab_size=100))
