@@ -1,9 +1,9 @@
 """A pattern for a model that was trained with dense attention: which few heads stay full, and what the others see.
 
 The *mass* of a pattern is how much of dense attention's weight its keys have, see `attention_mass`. Each key/value head
-gets one of the unions in `menu`. The mass of a union is measured as a whole: it is not the sum of its branches' masses.
+gets one of the unions of `menu`. A union is measured as a whole: its mass is not the sum of its branches' masses.
 
-Legend: n tokens; L layers; Hk key/value heads, whose query heads are averaged; O options; U units: heads, or layers.
+Legend: n tokens; L layers; Hk key/value heads, whose query heads are averaged; O options; U units, each with a choice.
 """
 
 from __future__ import annotations
@@ -22,49 +22,47 @@ from dilated_attention.pattern import Pattern
 
 Option = tuple[Branch, ...]  # what one head sees
 FIRST = Prefix(4)  # on which models put attention that they need nowhere else
-ALL = Pattern([Dense()])
 KEPT = ("mass", "output")
 
 
 def alone(n: int) -> dict[str, Option]:
     """Branches by themselves, to be looked at."""
-    windows = {f"window {w:,}": (Window(w - 1),) for share in (64, 16, 4) if (w := n // share) > 1}
-    far = {"dilated 1/4": (Dilated(n, 4),), "strided 1/16": (Strided(16),)}
-    return {"first 4": (FIRST,), **windows, **far}
+    windows = {f"window {w:,}": (Window(w - 1),) for share in (64, 16, 4) if (w := n // share)}
+    return {"first 4": (FIRST,), **windows, "dilated by 4": (Dilated(n, 4),), "strided by 16": (Strided(16),)}
 
 
 def menu(n: int) -> list[Option]:
     """What a head may see: near tokens and the first ones, perhaps with far ones; or all."""
     windows = dict.fromkeys(Window(max(1, n // share) - 1) for share in (128, 64, 32, 16, 8))
-    far: list[Option] = [(), *((Strided(r),) for r in (64, 32, 16, 8)), *((Dilated(n, r),) for r in (16, 4))]
+    far = [(), *((Strided(r),) for r in (64, 32, 16, 8)), *((Dilated(n, r),) for r in (16, 4))]
     return [*((near, FIRST, *some) for near in windows for some in far), (Dense(),)]
 
 
-def measured(model: Any, tokens: Tensor, options: Sequence[Option]) -> Tensor:
+def measured(model: Any, rows: Tensor, options: Sequence[Option]) -> Tensor:
     """What each option keeps in each layer and key/value head, of its mass and of its output, (2, L, O, Hk).
 
-    Of the output: 1 - the mean square of its change / that of the output. Mass that is lost counts in it by how much
-    the values of unseen keys differ from those seen: a head that reads a mean over the text loses mass and little else.
+    Of the output: 1 - the mean square of its change / that of the output. There, mass that is lost counts by how much
+    the values of unseen keys differ from those seen: a head that takes a mean of all tokens loses mass and little else.
     """
     found: dict[int, list[Tensor]] = {}
 
     def look(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-        def attend(pattern: Pattern) -> tuple[Tensor, Tensor]:
+        def attend(option: Option) -> tuple[Tensor, Tensor]:
             given: Any = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
-            out, lse = dilated_attention(q, k, v, pattern, **given)
+            out, lse = dilated_attention(q, k, v, Pattern(option), **given)
             return out.double(), lse
 
-        out, lse = attend(ALL)  # once, which `attention_mass` would compute for each option
+        out, lse = attend((Dense(),))  # once, which `attention_mass` would compute for each option
         kept = []
-        for some, some_lse in (attend(Pattern(option)) for option in options):
+        for some, some_lse in map(attend, options):
             lost = (some - out).square().sum((0, 1, 3)) / out.square().sum((0, 1, 3))
             kept.append(torch.stack([(some_lse - lse).exp().clamp(max=1).mean((0, 1)), 1 - lost]))
-        by_head = torch.stack(kept, 1).unflatten(2, (k.shape[2], -1)).mean(3)
-        found.setdefault(layer, []).append(by_head.cpu())
+        by_head = torch.stack(kept, 1)
+        found.setdefault(layer, []).append(by_head.view(*by_head.shape[:2], k.shape[2], -1).mean(3).cpu())
 
     with torch.no_grad():
-        for row in tokens.split(1):
-            model.watch(row, look)
+        for row in rows:
+            model.watch(row.unsqueeze(0), look)
     return torch.stack([torch.stack(found[layer]).mean(0) for layer in sorted(found)], 1)
 
 
@@ -103,49 +101,37 @@ def share_of(pattern: Pattern, n: int, kv_heads: int) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was chosen; lists are by layer, and inside by key/value head."""
+    """What was chosen; lists are by layer, and inside by key/value head. Layers that were not dense keep all."""
 
     patterns: tuple[Pattern, ...]
-    budget: float
     share: float  # of dense attention's pairs
     shares: list[list[float]]
-    kept: list[list[float]]  # masses
+    kept: list[list[list[float]]]  # KEPT
     alone: dict[str, list[list[float]]]  # masses of branches by themselves
 
-    def full(self, layer: int) -> list[int]:
-        """The heads that see all."""
-        return [head for head, share in enumerate(self.shares[layer]) if share >= 1]
 
-
-def fit(model: Any, tokens: Tensor, budget: float, *, by: str = "output", per_layer: bool = False) -> Fit:
+def fit(model: Any, rows: Tensor, budget: float, by: str = "output") -> Fit:
     """Chooses patterns with at most ``budget`` of dense attention's pairs in such rows of tokens (B, n).
 
-    ``by``: what they are to keep, the "output" of the heads or the "mass". ``per_layer``: the heads of a layer see the same. Layers that are not dense keep their patterns.
+    ``by``: what they are to keep, the "output" of the heads or the "mass". Layers that are not dense stay as they are.
     """
-    n, single = tokens.shape[1], alone(tokens.shape[1])
-    options = menu(n)
-    found = dict(zip(KEPT, measured(model, tokens, [*options, *single.values()]), strict=True))
-    mass = found["mass"]
-    layers, _, heads = mass.shape
-    before = [share_of(pattern, n, heads) for pattern in model.patterns]
-    dense = [layer for layer, share in enumerate(before) if share >= 1]
+    n, options, single = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1])
+    found = measured(model, rows, [*options, *single.values()])
+    layers, heads = found.shape[1], found.shape[3]
+    shares = [[share_of(pattern, n, heads)] * heads for pattern in model.patterns]
+    dense = [layer for layer in range(layers) if shares[layer][0] >= 1]
     cost = torch.tensor([share_of(Pattern(option), n, 1) for option in options], dtype=torch.float64)
-    room = budget * layers - sum(share for share in before if share < 1)  # in layers
+    room = budget * layers * heads - sum(sum(some) for some in shares if some[0] < 1)  # in heads
     if not dense:
         raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
-    if room < (least := float(cost.min()) * len(dense)):
-        raise ValueError(f"--budget must be at least {budget + (least - room) / layers:.4f} in {n} tokens")
-    kept = found[by][dense, : len(options)].transpose(1, 2)  # (dense layers, Hk, O)
-    if per_layer:
-        picked = [[one] * heads for one in choose(cost, kept.mean(1), room)]
-    else:
-        units = choose(cost, kept.flatten(0, 1), room * heads)
-        picked = [units[first : first + heads] for first in range(0, len(units), heads)]
-    patterns, shares, keeps = [*model.patterns], [[share] * heads for share in before], [[1.0] * heads] * layers
-    for layer, at in zip(dense, picked, strict=True):
-        patterns[layer] = joined([options[one] for one in at])
-        shares[layer] = cost[at].tolist()
-        keeps[layer] = mass[layer, at, range(heads)].tolist()
+    if room < (least := float(cost.min()) * len(dense) * heads):
+        raise ValueError(f"--budget must be at least {budget + (least - room) / layers / heads:.4f} in {n} tokens")
+    picked = choose(cost, found[KEPT.index(by), dense, : len(options)].transpose(1, 2).flatten(0, 1), room)
+    patterns, kept = [*model.patterns], torch.ones(2, layers, heads, dtype=torch.float64)
+    for index, layer in enumerate(dense):
+        at = picked[index * heads : (index + 1) * heads]
+        patterns[layer], shares[layer] = joined([options[one] for one in at]), cost[at].tolist()
+        kept[:, layer] = found[:, layer, at, range(heads)]
     share = sum(share_of(pattern, n, heads) for pattern in patterns) / layers
-    looked_at = {name: mass[:, len(options) + at].tolist() for at, name in enumerate(single)}
-    return Fit(tuple(patterns), budget, share, shares, keeps, looked_at)
+    looked_at = {name: found[0, :, len(options) + at].tolist() for at, name in enumerate(single)}
+    return Fit(tuple(patterns), share, shares, kept.tolist(), looked_at)

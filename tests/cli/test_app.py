@@ -18,7 +18,8 @@ from dilated_attention.cli import main
 from dilated_attention.cli.app import parsers
 
 COMMANDS = (
-    "bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert", "sample", "completion",
+    "bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "sample", "fit", "evaluate", "convert",
+    "completion",
 )  # fmt: skip
 NO_UNICODE = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"  # what pip installs as the command

@@ -220,6 +220,14 @@ def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
     return styled(chart) if panels else None
 
 
+def heat_map(cells: Sequence[Record], value: str, x: str, y: str, title: str) -> Record:
+    """Shares, from 0 to 1: darker is more."""
+    axes = {at: {"field": name, "type": "ordinal", "axis": {"labelAngle": 0}} for at, name in (("x", x), ("y", y))}
+    colour = {"field": value, "type": "quantitative", "title": None, "scale": {"domain": [0, 1], "scheme": "greens"}}
+    size = {"width": {"step": 40}, "height": {"step": 24}}
+    return {"data": {"values": cells}, "mark": "rect", "title": title, **size, "encoding": {**axes, "color": colour}}
+
+
 def styled(chart: Record) -> Record:
     """The specification of a chart in our style. It names no address of a schema: nothing is to be loaded."""
     words = {"labelColor": MUTED, "titleColor": MUTED, "titleFontWeight": "normal", "labelFontSize": 12}

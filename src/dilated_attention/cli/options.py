@@ -219,19 +219,15 @@ CALL = (
 )  # fmt: skip
 DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
 
-MODEL = (  # of language models
+MODEL = (  # a language model and text for it
     option("checkpoint", type=Path, metavar="CHECKPOINT",
            help="What examples/train_lm.py wrote, a file or its folder; or a folder of a Hugging Face decoder."),
     option("--data", nargs="+", required=True, type=Path, metavar="FILE",
            help="Text files, or folders, whose .txt, .md and .py files are read."),
     option("-n", "--tokens", type=count, default=2048, metavar="N", help="The tokens of a row."),
     option("--rows", type=count, default=8, metavar="B", help="At most so many rows, from all over the text."),
-    option("--tokenizer", metavar="NAME",
-           help="The model's tokenizer, a name or a folder. By default that in its folder, else bytes."),
-    DEVICE,
-    option("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)}.  [default: bfloat16 on CUDA, else float32]"),
-    option("--chart", type=Path, metavar="FILE", help="Draw it, too: an .svg or .png file."),
-    JSON,
+    option("--tokenizer", metavar="NAME", help="The model's: a name or a folder.  [default: in its folder, or bytes]"),
+    option("--chart", type=Path, metavar="FILE", help="Also draw an .svg file."), DEVICE, JSON,
 )  # fmt: skip
 
 
@@ -277,16 +273,18 @@ def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
 
 
 def model_and_text(given: Namespace) -> tuple[Any, bytes, torch.device]:
-    """Of the options MODEL."""
+    """What MODEL names; in bfloat16 on CUDA."""
     from dilated_attention import scoring
     from dilated_attention.integrations.stored import stored
 
     if given.chart is not None:
-        file("--chart", given.chart, (".svg", ".png"))
-    where = device(given.device)
-    kind = dtype(given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
-    text = scoring.read(given.data)
-    return stored(given.checkpoint, given.tokenizer, where, kind), text, where
+        file("--chart", given.chart, (".svg",))
+    where, text = device(given.device), scoring.read(given.data)
+    return (
+        stored(given.checkpoint, given.tokenizer, where, dtype(("float32", "bfloat16")[where.type == "cuda"])),
+        text,
+        where,
+    )
 
 
 def workload(given: Namespace) -> Workload:
