@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import Dense, Pattern, Window, scoring
+from dilated_attention import Pattern, Window, scoring
 from dilated_attention.integrations.stored import Plain, stored
 from dilated_attention.models import recall
 from dilated_attention.models.transformer import read_pattern

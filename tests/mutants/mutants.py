@@ -392,7 +392,7 @@ MUTANTS = [
     M("rotary-in-one-direction", "Rotary positions are not rotations.", "models/transformer.py", "b * cos + a * sin",
       "b * cos - a * sin"),
     M("sinks-left-out", "Learned sinks take no part in the softmax.", "models/transformer.py",
-      "found[0] if self.sink is None else with_sinks(*found, self.sink)[0]", "found[0]"),
+      "out if self.sink is None else with_sinks(out, lse, self.sink)[0]", "out"),
     M("no-gain-of-magneto", "Weights begin without the gain of MAGNETO.", "models/transformer.py",
       "math.sqrt(math.log(2 * depth))", "1.0"),
     M("labels-over-the-border", "The last token of a document has the first of the next one as its label.",

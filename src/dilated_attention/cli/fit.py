@@ -71,14 +71,13 @@ def run(given: Namespace) -> None:
     screen, lines = console(), []
     for layer, shares in enumerate(found.shares):
         means = [mean(one[layer]) for one in (*found.alone.values(), kept, output)]
-        full = ", ".join(str(head) for head, pairs in enumerate(shares) if pairs >= 1)
-        lines.append([str(layer), *(f"{x:.3f}" for x in means), f"{mean(shares):.1%}", full or "none"])
+        those = ", ".join(str(head) for head, pairs in enumerate(shares) if pairs >= 1)
+        lines.append([str(layer), *(f"{x:.3f}" for x in means), f"{mean(shares):.1%}", those or "none"])
     columns = ["layer", *found.alone, "chosen", "its output", "its pairs", "<full heads"]
     print_table(
         screen, f"mass, in {len(rows)} rows of {given.tokens:,} tokens: 1 is all of dense attention", columns, lines
     )
-    every = [pairs for shares in found.shares for pairs in shares]
-    screen.print(
-        f"\nchosen: {found.share:.1%} of dense attention's pairs; {sum(x >= 1 for x in every)} of {len(every)} heads stay full"
-    )
+    full = [pairs >= 1 for shares in found.shares for pairs in shares]
+    pairs = f"{found.share:.1%} of dense attention's pairs"
+    screen.print(f"\nchosen: {pairs}; {sum(full)} of {len(full)} heads stay full")
     screen.print(*(f"written: {file}" for file in (given.output, given.chart) if file), sep="\n")
