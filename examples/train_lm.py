@@ -32,7 +32,7 @@ from training import Checkpoints, Log, together
 
 import dilated_attention as da
 from dilated_attention import charts
-from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
+from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted, weights
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 
@@ -62,6 +62,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
+    parser.add_argument("--from", dest="start", type=Path, help="a checkpoint to begin with: its model and its pattern")
     parser.add_argument("--size", choices=list(SIZES), help="of the model, instead of the next three")
     parser.add_argument("--dim", type=at_least(1), default=128, help="channels of a token")
     parser.add_argument("--depth", type=at_least(1), default=2, help="layers")
@@ -87,6 +88,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
+    model = ("size", "dim", "depth", "heads", "segments")
+    if options.start and any(getattr(options, name) != parser.get_default(name) for name in model):
+        parser.error(f"--from names a whole model: leave out --{', --'.join(model)}")
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not LOCAL_RANK: all ranks of a machine must say the same
     if options.device == "cuda" and there < needed:
         parser.error(f"--device cuda needs a GPU per rank, {needed} here, and torch sees {there}: give --device cpu")
@@ -107,6 +111,8 @@ class Trainer:
         self.group = self.mesh["sequence"].get_group()
         torch.manual_seed(options.seed)
         self.model = self.kind(config, device=device)
+        if options.start is not None:
+            self.model.load_state_dict(LongNetLM.from_checkpoint(options.start).state_dict())
         self.model.checkpointing = options.checkpointing
         half = device == "cuda" and not options.float32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -225,6 +231,13 @@ def train(options: argparse.Namespace) -> None:
         if options.size is not None:
             most = max(vocabulary, SIZES[options.size]["vocab_size"])
             config = LMConfig.of(options.size, pattern, vocab_size=most)
+        if options.start is not None:
+            found, said = weights.checkpoint(options.start)
+            if (trained := found.get("tokenizer")) != options.tokenizer:
+                raise ValueError(
+                    f"{said} was trained {f'with --tokenizer {trained}' if trained else 'on bytes'}: so go on"
+                )
+            config = LongNetLM.of_checkpoint(found, said).config
         held_out = texts[9::10] or texts[-1:]
         rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
         parts = rest, held_out, [options.prompt.encode()] if options.prompt else []

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dilated_attention as da
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
@@ -256,6 +257,25 @@ def test_a_training_goes_on_with_more_steps_and_its_model_is_loaded(tmp_path: Pa
     assert model(tokens, train_lm.shifted(tokens)).mean() < math.log(BYTES)
 
 
+def test_a_training_begins_with_a_model_of_another_pattern(tmp_path: Path) -> None:
+    """At a learning rate of 0, it stays what it was."""
+    alone(train_lm.main, given(tmp_path))
+    dense, start = train_lm.LongNetLM.from_checkpoint(tmp_path / "out"), tmp_path / "start.pt"
+    pattern = da.Pattern([da.Window(3), da.Dense(heads=[1])])
+    config = {**dense.config.to_dict(), "pattern": pattern.to_dict()}
+    torch.save({"config": config, "model": dense.state_dict()}, start)
+    plain = [word for word in given(tmp_path, "--from", start, "--lr", 0, "--steps", 1) if word[:6] != "--dim="]
+    plain = [word for word in plain if not word.startswith(("--depth", "--heads"))]
+    del plain[plain.index("--segments") : plain.index("--rates") + 3]
+    plain[plain.index("--out") + 1] = str(tmp_path / "fine")
+    alone(train_lm.main, plain)
+    found = train_lm.LongNetLM.from_checkpoint(tmp_path / "fine")
+    assert found.config.pattern == pattern
+    assert all(map(torch.equal, found.parameters(), dense.parameters()))
+    torch.save({"config": config, "model": dense.state_dict(), "tokenizer": "words"}, start)
+    assert "was trained with --tokenizer words: so go on" in alone(said, [*plain, "--out", str(tmp_path / "other")])
+
+
 def test_other_texts_are_another_training(tmp_path: Path) -> None:
     arguments = given(tmp_path)
     alone(interrupted, arguments, 1)
@@ -270,6 +290,7 @@ BAD = {
     "--segments 8": "--segments and --rates belong together", "--segments 8 --rates 0": WHOLE.format("rates", 1, 0),
     "--lr nan": "argument --lr: give a finite number of 0 or more, got 'nan'",
     "--device cuda": "--device cuda needs a GPU per rank, 1 here, and torch sees 0",
+    "--from x --heads 2": "--from names a whole model: leave out --size, --dim",
     "--steps many": WHOLE.format("steps", 1, "many"), "--tokens 1": WHOLE.format("tokens", 2, 1),
 }  # fmt: skip
 
