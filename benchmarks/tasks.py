@@ -1,25 +1,27 @@
-"""Two real tasks on one GPU: a byte model of source code, LongNet beside dense attention, and a model of one genome.
+"""What does which pattern get at equal cost? Small models of code with facts planted in it, on one GPU.
 
-    python benchmarks/tasks.py code                                 # the baselines and all runs, a process for each
-    python benchmarks/tasks.py code longnet-32k dense-8k --seconds 180
-    python benchmarks/tasks.py genome --fasta NC_008253.fna.gz
-    python benchmarks/tasks.py draw --out benchmarks/results/tasks  # tables and pictures of docs/results.md
+    python benchmarks/tasks.py plan                                # what is done, and what comes next
+    python benchmarks/tasks.py run --minutes 9                     # goes on where the last call ended
+    python benchmarks/tasks.py run dense-8k-0 --seconds 30
+    python benchmarks/tasks.py draw --out benchmarks/results/tasks # tables and pictures of docs/results.md
 
-Equal compute is equal time: every run of a task trains for as many seconds of the same GPU. The clock begins after the
-first steps, in which kernels are compiled, and stands still while held-out text is judged. The learning rate follows
-it, on a cosine. Tokens and operations are written beside the seconds. A run writes its file every few seconds, so one
-that is cut leaves its curve.
+benchmarks/results/tasks/registered.md says what is compared, and was written before the first run. Every run trains for
+as many seconds of the same GPU, on the same text, with the same schedule. The learning rate follows the clock, on a
+cosine. A run writes its file every few seconds, so one that is cut leaves its curve; the next call starts it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import json
 import lzma
 import multiprocessing
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,153 +32,200 @@ import tasks_data
 import tasks_shown
 import train_lm
 import witten_bell
-from tasks_model import Run, Timed, judged
+from tasks_model import Run, Timed
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Dense, Dilated, DilatedPattern, Pattern, Prefix, Strided, Window
 from dilated_attention.bench import machine
 from dilated_attention.bench.suites.models import operations
 from dilated_attention.models import LMConfig
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-SHORTEST = 2048  # segments double from here, and each has so many rows
-SEQUENCES = 64  # of code, held out
-K, FAR = 1 << 10, 1 << 20
-
-
-class Task(NamedTuple):
-    runs: dict[str, Run]
-    windows: tuple[int, ...]  # in which held-out text is judged
-    seconds: float
-    rotary_base: float
-    given: dict[str, float]  # options of examples/train_lm.py
-
-
-TASKS = {
-    "code": Task(
-        {"longnet-32k": Run("longnet", 32 * K), "dense-8k": Run("dense", 8 * K), "dense-32k": Run("dense", 32 * K),
-         "longnet-8k": Run("longnet", 8 * K), "longnet-128k": Run("longnet", 128 * K)},
-        (8 * K, 32 * K, 128 * K), 180.0, 1e6, {"dim": 512, "depth": 5, "heads": 8, "lr": 2e-3},
-    ),
-    "genome": Task(
-        {"longnet-8k": Run("longnet", 8 * K, reach=FAR),
-         "longnet-1m": Run("longnet", FAR, step=FAR, reach=FAR, warmup=20),
-         "longnet-8k-large-steps": Run("longnet", 8 * K, step=FAR, reach=FAR, warmup=20)},
-        (8 * K, FAR), 100.0, 1e7, {"dim": 256, "depth": 4, "heads": 8, "lr": 2e-3},
-    ),
-}  # fmt: skip
-# options of examples/train_lm.py that can be given here, too
-TAKEN = {"dim": int, "depth": int, "heads": int, "lr": float, "seed": int, "device": str}
+ROOT = Path(__file__).resolve().parents[1]
+K = 1 << 10
+NEAR = K  # tokens of a window, the query's own among them
+FULL = 4  # one layer in so many sees all
+LENGTHS = (2 * K, 8 * K, 32 * K)  # of rows in training, one after the other
+WINDOWS = (8 * K, 32 * K, 128 * K, 256 * K)  # in which held-out text is judged
+SEQUENCES, LONGEST = 32, 128 * K  # of held-out text
+SECONDS, AROUND = 100.0, 90  # of training; of the rest of a run
+MODEL: dict[str, float] = {"dim": 512, "depth": 8, "heads": 8, "lr": 2e-3, "warmup": 100}
+FRESH = (1, 2, 3)  # seeds of registered runs
+FAR = ("dilated", "strided")  # which also run with a learned weight of what only far branches show
+SHORT = ("dense", "full-layers", "window", "longnet", "dilated", "strided")
+LONG = (*SHORT, "window-1k", "full-heads", *(f"{name}-learned" for name in FAR))
+QUEUE = [
+    Run("dense", 8 * K, 100, "pilot"),
+    *(Run(name, 32 * K, seed, "registered") for seed in FRESH for name in ("full-layers", "dense", "window")),
+    *(Run(name, 8 * K, seed, "registered") for seed in FRESH for name in ("full-layers", "dense")),
+    *(Run(name, window, 0, "exploration") for window, names in ((32 * K, LONG), (8 * K, SHORT)) for name in names),
+]
+AGAIN = [Run(name, window, seed, "exploration") for name in LONG for window in (8 * K, 32 * K) for seed in FRESH]
+RUNS = {run.name: run for run in (*AGAIN, *QUEUE)}  # those beyond the queue run if they are named
+NAMES = ["baselines", *(run.name for run in QUEUE)]
 SWITCHES = ("float32", "checkpointing")
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", choices=[*TASKS, "draw"])
-    parser.add_argument("runs", nargs="*", help="some of the runs, or baselines; all by default")
+    parser.add_argument("task", choices=["plan", "run", "draw"])
+    parser.add_argument("runs", nargs="*", help="some of the runs, or baselines; by default all that are not done")
     parser.add_argument("--out", type=Path, default=Path("report/tasks"), help="the folder of the results")
-    parser.add_argument("--seconds", type=float, help="of training, for each run")
+    parser.add_argument("--done", type=Path, default=ROOT / "benchmarks/results/tasks", help="results of earlier calls")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run that would take longer than this call")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of training, for each run")
     parser.add_argument("--code", nargs="+", type=Path, help="folders of packages; by default those of this Python")
-    parser.add_argument("--fasta", type=Path, help="the genome")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this, for a test")
     parser.add_argument("--commit", help="for a tree without its .git")
-    for name, kind in TAKEN.items():
+    for name, kind in (*((name, type(value)) for name, value in MODEL.items()), ("device", str)):
         parser.add_argument(f"--{name}", type=kind, help="as of examples/train_lm.py")
     for name in SWITCHES:
         parser.add_argument(f"--{name}", action="store_true", help="as of examples/train_lm.py")
     options = parser.parse_args(words)
-    known = ["baselines", *TASKS[options.task].runs] if options.task in TASKS else []
-    if wrong := [name for name in options.runs if name not in known]:
-        parser.error(f"{options.task} has no run {wrong[0]!r}: there are {', '.join(known) or 'none'}")
-    if options.task == "genome" and options.fasta is None:
-        parser.error("genome needs --fasta FILE")
-    options.runs = options.runs or known
+    if wrong := [name for name in options.runs if name not in ("baselines", *RUNS)]:
+        parser.error(f"there is no run {wrong[0]!r}: name it as `tasks.py plan` does, ATTENTION-WINDOW-SEED")
     return options
 
 
-def training_options(options: argparse.Namespace, folder: str) -> argparse.Namespace:
-    """Those of examples/train_lm.py. A step is one row of windows, and nothing is saved before the end."""
-    given = TASKS[options.task].given | {name: x for name in TAKEN if (x := getattr(options, name)) is not None}
-    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+# --- patterns ---------------------------------------------------------------------------------------------------
+
+
+def patterns_of(attention: str, n: int, depth: int, heads: int, near: int) -> list[Pattern]:
+    """Of each layer, for windows of n tokens."""
+    window = Window(near - 1)
+    doublings = range(1, (n // (2 * near)).bit_length())
+    if attention == "full-layers":  # the last of every four
+        return [Pattern([window if (layer + 1) % FULL else Dense()]) for layer in range(depth)]
+    if attention == "window":  # as many pairs as full-layers
+        layers = patterns_of("full-layers", n, depth, heads, near)
+        pairs = sum(one.pairs(n, 1, is_causal=True) for one in layers) / depth
+
+        def of_width(width: int) -> int:
+            return Pattern([Window(width - 1)]).pairs(n, 1, is_causal=True)
+
+        return [Pattern([Window(bisect.bisect_left(range(n), pairs, lo=1, key=of_width) - 1)])] * depth
+    rates = [1, *(1 << i for i in doublings)]
+    made: dict[str, Pattern] = {
+        "dense": Pattern([Dense()]),
+        "window-1k": Pattern([window]),
+        "longnet": DilatedPattern.longnet([2 * near * rate for rate in rates], rates),
+        # what Pattern.suggest proposes
+        "dilated": Pattern([window, Prefix(4), *(Dilated(2 * near << i, 1 << i) for i in doublings)]),
+        # each far token is seen by one head
+        "strided": Pattern([window, *(Strided(heads, head, heads=[head]) for head in range(heads))]),
+        "full-heads": Pattern([Window(near - 1, heads=range(1, heads)), Dense(heads=[0])]),  # one in each layer
+    }
+    return [made[attention]] * depth
+
+
+def config_of(run: Run, given: Any, small: int) -> LMConfig:
+    name = run.attention.removesuffix("-learned")
+    layers = patterns_of(name, run.window // small, given.depth, given.heads, NEAR // small)
+    near = None if name == run.attention else {"dilated": 2, "strided": 1}[name]
+    pattern: Any = layers[0] if len({*layers}) == 1 else tuple(layers)
+    return LMConfig(
+        tasks_data.BEGIN + 1, given.dim, given.depth, given.heads, pattern, rotary_base=1e6, near=near
+    )  # fmt: skip
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+def training_options(options: argparse.Namespace, seed: int, folder: str) -> argparse.Namespace:
+    """Those of examples/train_lm.py. Nothing is saved before the end."""
+    given = {**MODEL, "device": None} | {name: getattr(options, name) for name in (*MODEL, "device")}
+    words = [str(word) for name, x in given.items() for word in (f"--{name}", x or MODEL.get(name)) if word is not None]
     words += [f"--{name}" for name in SWITCHES if getattr(options, name)]
-    return train_lm.arguments(["none", "--out", folder, "--rows", "1", "--save-every", str(sys.maxsize), *words])
+    words += ["--out", folder, "--rows", "1", "--save-every", str(sys.maxsize), "--seed", str(seed)]
+    found = train_lm.arguments(["none", *words])
+    found.seconds, found.shrink = options.seconds, options.shrink
+    return found
 
 
-def pattern_of(run: Run, shortest: int) -> DilatedPattern:
-    if run.attention == "dense":
-        return DilatedPattern.longnet([run.window], [1])
-    rates = [1 << i for i in range((max(run.window, run.reach) // shortest).bit_length())]
-    return DilatedPattern.longnet([shortest * rate for rate in rates], rates)
-
-
-def baselines_of(task: str, data: tasks_data.Data, device: str) -> dict[str, float]:
-    """What needs no network: xz on the held-out text, and Witten-Bell models of the training text, in bits."""
-    text, held_out = data.text, data.held_out.numpy().tobytes()
-    orders, width, shown = tuple(range(7)), 8, held_out
-    if task == "genome":  # one byte a base, as in the file
-        orders, width, text = (1, 2, 4, 8, 10, 11, 12, 14, 16), 2, tasks_data.both_strands(text)
-        shown = held_out.translate(bytes.maketrans(bytes(range(4)), tasks_data.BASES))
-    packed = lzma.compress(shown, preset=9 | lzma.PRESET_EXTREME)
-    found = witten_bell.bits_per_byte(text.numpy().tobytes(), held_out, orders, width=width, device=device)
-    return {"xz -9e": 8 * len(packed) / len(shown), **{f"order {order}": bits for order, bits in found.items()}}
-
-
-def train(options: argparse.Namespace, given: argparse.Namespace, name: str, data: Any, about: dict[str, Any]) -> None:
+def train(options: argparse.Namespace, run: Run, data: tasks_data.Data, about: dict[str, Any]) -> None:
     """One run: train, judge, and write as it goes."""
-    task, small = TASKS[options.task], options.shrink
-    run = task.runs[name]
-    run = run._replace(window=run.window // small, step=run.step // small, reach=run.reach // small)
-    shortest, pattern = SHORTEST // small, pattern_of(run, SHORTEST // small)
-    config = LMConfig(data.begin + 1, given.dim, given.depth, given.heads, pattern, rotary_base=task.rotary_base)
-    given.warmup, given.seconds = run.warmup, options.seconds or task.seconds
-    data = data._replace(text=data.text.to(given.device))
-    rows = tasks_data.Windows(data, run.window, run.step // run.window, given.seed, options.task == "genome")
-    with train_lm.ranks(given.device):
-        trainer = Timed(given, config, run, data, options.out / f"{options.task}-{name}.json")
-        trainer.write(
-            **about, **run._asdict(), config=config.to_dict(), parameters=trainer.parameters, lr=given.lr,
-            operations_per_token=operations(config, trainer.parameters, run.window) / run.window,
-        )  # fmt: skip
-        if train_lm.run(trainer, rows, trainer):  # type: ignore[arg-type]
-            trainer.write(peak_gib=torch.cuda.max_memory_allocated() / 2**30 if given.device == "cuda" else None)
-            trainer.write(held_out=judged(trainer, [x // small for x in task.windows], shortest), complete=True)
+    with tempfile.TemporaryDirectory() as folder:
+        given, small = training_options(options, run.seed, folder), options.shrink
+        config, window = config_of(run, given, small), run.window // small
+        lengths = [x // small for x in LENGTHS if x <= run.window]
+        pairs = {"num_heads": given.heads, "is_causal": True}
+        share = sum(one.pairs(window, **pairs) for calls in config.calls for one in calls) / given.depth
+        with train_lm.ranks(given.device):
+            file = options.out / f"{run.name}.json"
+            trainer = Timed(given, config, lengths, data, file, run.attention == "dense")
+            trainer.write(
+                **about, **run._replace(window=window)._asdict(), config=config.to_dict(),
+                parameters=trainer.parameters, lr=given.lr,
+                pairs_of_dense=share / Pattern([Dense()]).pairs(window, **pairs),
+                operations_per_token=[operations(config, trainer.parameters, n) / n for n in lengths],
+            )  # fmt: skip
+            if train_lm.run(trainer, [], trainer):  # type: ignore[arg-type]
+                trainer.write(peak_gib=torch.cuda.max_memory_allocated() / 2**30 if given.device == "cuda" else None)
+                trainer.write(held_out=trainer.judged([x // small for x in WINDOWS]), complete=True)
+
+
+def baselines_of(data: tasks_data.Data, device: str) -> dict[str, float]:
+    """What needs no network: xz on the held-out text, and Witten-Bell models of the training text, in bits."""
+    held_out = data.held_out.numpy().tobytes()
+    packed = lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)
+    found = witten_bell.bits_per_byte(data.text.numpy().tobytes(), held_out, tuple(range(7)), width=8, device=device)
+    return {"xz -9e": 8 * len(packed) / len(held_out), **{f"order {order}": bits for order, bits in found.items()}}
 
 
 def perform(options: argparse.Namespace, name: str) -> None:
     """One run, or the baselines, in this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = training_options(options, folder)
-        try:
-            if options.task == "genome":
-                data = tasks_data.genome(options.fasta)
-            else:
-                longest = max(TASKS["code"].windows) // options.shrink
-                data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, longest)
-            about = {"task": options.task, "run": name, "data": data.facts}
-            about["machine"] = machine.describe(torch.device(given.device), options.commit)
-            if name != "baselines":
-                train(options, given, name, data, about)
-                return
-            bits = baselines_of(options.task, data, given.device)
-            machine.write_json(options.out / f"{options.task}-{name}.json", {**about, "bits": bits, "complete": True})
-        except (ValueError, OSError) as error:
-            raise SystemExit(f"error: {error}") from error
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, LONGEST // options.shrink)
+        about = {"run": name, "data": data.facts, "machine": machine.describe(torch.device(device), options.commit)}
+        if name == "baselines":
+            found = {**about, "bits": baselines_of(data, device), "complete": True}
+            machine.write_json(options.out / "baselines.json", found)
+        else:
+            train(options, RUNS[name], data, about)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def is_done(options: argparse.Namespace, name: str) -> bool:
+    files = [folder / f"{name}.json" for folder in (options.out, options.done)]
+    return any(json.loads(file.read_text("utf-8"))["complete"] for file in files if file.exists())
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Every run: what part it belongs to, whether it is done, and how many minutes are left with it."""
+    left = 0.0
+    for name in NAMES:
+        done = is_done(options, name)
+        left += 0 if done else (options.seconds + AROUND) / 60
+        part = RUNS[name].part if name in RUNS else "baselines"
+        print(f"{name:24} {part:12} {'done' if done else f'{left:5.0f} min from now'}")
+
+
+def run_queue(options: argparse.Namespace) -> None:
+    """Those that are named, or all that are not done, each in a process of its own: what one breaks ends with it."""
+    began, failed = time.monotonic(), []
+    names = options.runs or [name for name in NAMES if not is_done(options, name)]
+    for name in names:
+        if time.monotonic() - began + options.seconds + AROUND > 60 * options.minutes:
+            print(f"{name} and what follows is left for the next call")
+            break
+        process = multiprocessing.get_context("spawn").Process(target=perform, args=(options, name))
+        process.start()
+        process.join()
+        failed += [name] if process.exitcode else []
+    if failed:
+        raise SystemExit(f"error: failed: {', '.join(failed)}")
 
 
 def main(words: list[str] | None = None) -> None:
     options = arguments(words)
     if options.task == "draw":
-        tasks_shown.show(options.out, DOCS)
+        tasks_shown.show(options.out, ROOT / "docs")
+    elif options.task == "plan":
+        plan(options)
     elif len(options.runs) == 1:
         perform(options, options.runs[0])
-    else:  # a process for each: what one leaves behind, or breaks, does not touch the next
-        failed = []
-        for name in options.runs:
-            process = multiprocessing.get_context("spawn").Process(target=perform, args=(options, name))
-            process.start()
-            process.join()
-            failed += [name] if process.exitcode else []
-        if failed:
-            raise SystemExit(f"error: failed: {', '.join(failed)}")
+    else:
+        run_queue(options)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The data of benchmarks/tasks.py: Python files of installed packages, and one genome.
+"""The data of benchmarks/tasks.py: Python files of installed packages, with facts planted in them, and questions.
 
 Legend: text (T,) and sequences (S, n), uint8; inputs and labels (B, n), int64, where labels[i] is what comes after
-inputs[0 .. i], and inputs[0] is a token that only begins: every symbol is predicted once.
+inputs[0 .. i], and inputs[0] is a token that only begins: every byte is predicted once.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import sys
 from collections.abc import Iterable
@@ -16,20 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BASES = b"ACGT"  # 3 - x is the base on the other strand
+from dilated_attention.models import recall
+
+BEGIN = 256  # the token before the first byte
 SHARE = 0.1  # of all bytes, at most, are in packages that are held out
 MOST = 8  # sequences of one package
-HELD_OUT = 0.2  # of the genome, its end
+APART = 256  # bytes of text for each question
 
 
 class Data(NamedTuple):
     text: Tensor  # to train on
     held_out: Tensor  # (S, n)
-    begin: int  # the token that begins a window: symbols are 0 ... begin - 1
     facts: dict[str, Any]
-
-
-# --- code -------------------------------------------------------------------------------------------------------
 
 
 def installed() -> list[Path]:
@@ -83,70 +80,34 @@ def code(folders: list[Path], count: int, length: int) -> Data:
     judged = torch.frombuffer(bytearray().join(held_out.values()), dtype=torch.uint8)
     sizes = {"packages": len(found), "training_bytes": len(text), "held_out_bytes": len(judged)}
     parts = {name: len(part) for name, part in held_out.items()}
-    facts = {**sizes, "held_out": parts, "sha256": digest_of(text, judged)}
-    return Data(text, judged.view(-1, length), 256, facts)
+    digest = hashlib.sha256(text.numpy())
+    digest.update(judged.numpy())
+    return Data(text, judged.view(-1, length), {**sizes, "held_out": parts, "sha256": digest.hexdigest()})
 
 
-# --- the genome -------------------------------------------------------------------------------------------------
-
-
-def genome(file: Path) -> Data:
-    """The longest sequence of a FASTA file, which may be packed by gzip. Its end is held out, as one sequence."""
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rb") as stream:
-        records = [record.partition(b"\n") for record in stream.read().split(b">") if record.strip()]
-    if not records:
-        raise ValueError(f"{file} has no sequence: give a FASTA file")
-    name, _, letters = max(records, key=lambda record: len(record[2]))
-    letters = b"".join(letters.upper().split())
-    known = letters.translate(None, delete=bytes(x for x in range(256) if x not in BASES))
-    bases = torch.frombuffer(bytearray(known.translate(bytes.maketrans(BASES, bytes(range(4))))), dtype=torch.uint8)
-    if len(bases) < 2:
-        raise ValueError(f"the longest sequence of {file} has {len(bases)} bases: two are the least")
-    text, end = bases.split([len(bases) - (cut := max(1, int(HELD_OUT * len(bases)))), cut])
-    sizes = {"training_bases": len(text), "held_out_bases": len(end), "other_letters": len(letters) - len(known)}
-    facts = {"name": name.decode(errors="replace").strip(), **sizes, "sha256": digest_of(text, end)}
-    return Data(text, end.unsqueeze(0), len(BASES), facts)
-
-
-def both_strands(text: Tensor) -> Tensor:
-    """The bases, and after them those of the other strand, which is read backwards."""
-    return torch.cat((text, len(BASES) - 1 - text.flip(0)))
-
-
-# --- both -------------------------------------------------------------------------------------------------------
-
-
-def digest_of(*texts: Tensor) -> str:
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(text.numpy())
-    return found.hexdigest()
-
-
-def with_labels(sequences: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+def with_labels(sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs and labels of sequences (B, n)."""
     labels = sequences.long()
-    return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=begin), labels
+    return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=BEGIN), labels
 
 
-class Windows:
-    """Steps of training: ``windows[i]`` are inputs and labels of ``count`` windows, at places that the index decides.
+def octaves(length: int) -> list[int]:
+    """The distances in rows of this length: powers of two up to half of it."""
+    return [1 << exponent for exponent in range(6, (length // 2).bit_length())]
 
-    ``strands``: each window of a genome is read on one of its two strands, as a coin decides.
-    """
 
-    def __init__(self, data: Data, length: int, count: int, seed: int, strands: bool) -> None:
-        if len(data.text) < length:
-            raise ValueError(f"there are {len(data.text):,} symbols to train on, and a window has {length:,}")
-        self.data, self.length, self.count, self.seed, self.strands = data, length, count, seed, strands
+def planted(text: Tensor, length: int, rows: int, seed: int) -> recall.Planted:
+    """The first bytes of a text as rows, with questions of all kinds at all distances."""
+    found = text.reshape(-1)[: rows * length].view(rows, length)
+    return recall.plant(found, octaves(length), questions=length // APART, seed=seed)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        text = self.data.text
-        starts = torch.randint(len(text) - self.length + 1, (self.count,), generator=drawn)
-        found = torch.stack([text[start : start + self.length] for start in starts.tolist()])
-        if self.strands:
-            coins = torch.randint(2, (self.count, 1), generator=drawn, dtype=torch.bool).to(text.device)
-            found = torch.where(coins, self.data.begin - 1 - found.flip(1), found)
-        return with_labels(found, self.data.begin)
+
+def step(data: Data, index: int, length: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of a training step: rows at places that the index decides, with facts and questions."""
+    if len(data.text) < length:
+        raise ValueError(f"there are {len(data.text):,} bytes to train on, and a row has {length:,}")
+    number = seed * 1_000_003 + index
+    drawn = torch.Generator().manual_seed(number)
+    starts = torch.randint(len(data.text) - length + 1, (tokens // length,), generator=drawn)
+    rows = torch.cat([data.text[start : start + length] for start in starts.tolist()])
+    return with_labels(planted(rows, length, len(starts), number).tokens)

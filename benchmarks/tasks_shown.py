@@ -3,130 +3,236 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tasks_model import score
+
 from dilated_attention import charts
+from dilated_attention.bench.plots import INK, PAPER, styled, svg
 
 Result = dict[str, Any]
+Groups = dict[tuple[str, int], list[Result]]  # runs that differ in their seeds
 
-UNITS = {"code": "byte", "genome": "base"}
 COLOURS = {  # of the report, so that each has a form for dark pages
-    "longnet-8k": "#9a6700", "longnet-32k": "#1a7f37", "longnet-128k": "#0550ae", "longnet-1m": "#0550ae",
-    "longnet-8k-large-steps": "#1a7f37", "dense-8k": "#c4314b", "dense-32k": "#8250df",
+    "dense": "#59636e", "full-layers": "#c4314b", "full-heads": "#a626a4", "window": "#bc4c00", "window-1k": "#9a6700",
+    "longnet": "#1a7f37", "dilated": "#0550ae", "dilated-learned": "#007a99", "strided": "#6639ba",
+    "strided-learned": "#8250df",
 }  # fmt: skip
-MOST_BITS = {"code": 3.0, "genome": 2.1}  # in a picture: what a model does beyond its training may be far off
+PRIMARY, LENGTH, SHORT = "full-layers", 32768, 8192  # what is registered
+BASELINES, SEEDS, WITHIN = ("dense", "window"), 3, 1.01
+MOST_BITS = 3.0  # in a picture: what a model does beyond its training may be far off
 TOKENS = "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
+MARKS = "<!-- patterns: written by `python benchmarks/tasks.py draw` -->\n", "\n<!-- patterns: end -->"
+PICTURES = {
+    "cost": "Recall, and bits per byte, against the pairs of attention",
+    "recall": "Recall by distance, of models that were trained at the longest length",
+    "position": "Bits by position",
+    "training": "Recall over the seconds of training",
+}
 
 
-def read(folder: Path, task: str) -> tuple[list[Result], dict[str, float]]:
-    """The runs that have come to their end, in the order of COLOURS, and the baselines."""
-    files = {name: folder / f"{task}-{name}.json" for name in (*COLOURS, "baselines")}
-    there = {name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.exists()}
-    there = {name: one for name, one in there.items() if one["complete"]}
-    last = there.pop("baselines", {"bits": {}})
-    return list(there.values()), last["bits"]
+def read(folder: Path) -> tuple[list[Result], dict[str, float]]:
+    """The runs that have come to their end, and the baselines that need no network."""
+    found = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
+    runs = [one for one in found if "attention" in one and "part" in one and one["complete"]]
+    bits = [one["bits"] for one in found if one.get("run") == "baselines" and one["complete"] and "part" not in one]
+    return [one for one in runs if one["part"] != "pilot"], bits[-1] if bits else {}
 
 
-# --- tables -----------------------------------------------------------------------------------------------------
+def grouped(runs: Iterable[Result]) -> Groups:
+    """By attention and window, the longest first, in the order of COLOURS. Fresh seeds, where there are any."""
+    made: Groups = {}
+    for one in sorted(runs, key=lambda one: (-one["window"], [*COLOURS].index(one["attention"]), one["seed"])):
+        made.setdefault((one["attention"], one["window"]), []).append(one)
+    return {key: [x for x in some if x["seed"]] or some for key, some in made.items()}
 
 
-def table(runs: list[Result], baselines: dict[str, float], task: str) -> str:
-    """Every run, and what needs no network; the machine on top, so that no number goes alone."""
-    windows, made = list(runs[0]["held_out"]), dict[str, list[str]]()
-    for one in runs:
-        about = one["machine"]
-        by = f"{about['device']}, torch {about['versions']['torch']}, commit {about['commit']}"
-        made.setdefault(by, []).append(one["run"])
+def mean(runs: list[Result], what: Callable[[Result], float]) -> float:
+    return sum(map(what, runs)) / len(runs)
+
+
+def recall_of(run: Result, window: str) -> float:
+    return score(run["held_out"][window]["recall"], int(window))
+
+
+def bits_of(run: Result, window: str) -> float:
+    return float(run["held_out"][window]["bits"])
+
+
+# --- words and tables -------------------------------------------------------------------------------------------
+
+
+def verdict(runs: list[Result]) -> str:
+    """What the registered runs say, by the rule that registered.md gives."""
+    groups = grouped(one for one in runs if one["part"] == "registered")
+    wanted = [*((one, LENGTH) for one in (PRIMARY, *BASELINES)), *((one, SHORT) for one in (PRIMARY, "dense"))]
+    missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
+    if missing:
+        return f"**What was registered is not measured yet**: {missing} of {SEEDS * len(wanted)} runs are to be made."
+    recalls = {one: sorted(recall_of(x, str(LENGTH)) for x in groups[one, LENGTH]) for one in (PRIMARY, *BASELINES)}
+    more = all(recalls[PRIMARY][0] > recalls[one][-1] for one in BASELINES)
+    short = {one: mean(groups[one, SHORT], lambda x: bits_of(x, str(SHORT))) for one in (PRIMARY, "dense")}
+    close = short[PRIMARY] <= WITHIN * short["dense"]
+    told = ", ".join(f"{one} {low:.3f} to {high:.3f}" for one, (low, *_, high) in recalls.items())
+    return (
+        f"**What was registered {'is so' if more and close else 'is not so'}.** Recall at {LENGTH:,} bytes, with three "
+        f"seeds: {told}. Bits per byte at {SHORT:,}: {short[PRIMARY]:.3f}, and dense {short['dense']:.3f}."
+    )
+
+
+def table(groups: Groups, baselines: dict[str, float]) -> str:
+    """A line for each pattern and length; the machines on top, so that no number goes alone."""
+    every = [one for runs in groups.values() for one in runs]
+    windows = list(every[0]["held_out"])
+    judged = [window for window in windows if "bits" in every[0]["held_out"][window]]
+    columns = [*(("recall", window) for window in windows), *(("bits", window) for window in judged)]
+    made = {(x["machine"]["device"], x["machine"]["versions"]["torch"], x["machine"]["commit"]): None for x in every}
     lines = [
-        *(f"{', '.join(names)}: {by}.\n" for by, names in made.items()),
-        f"Held-out bits per {UNITS[task]}, in windows of:",
-        "",
-        rule("", "seconds", "tokens", "TFLOP", *(f"{int(window):,}" for window in windows), left=1),
+        *(f"{device}, torch {torch}, commit {str(commit)[:7]}.\n" for device, torch, commit in made),
+        row("", "runs", "pairs", "tokens", "TFLOP", *(f"{what} {thousands(x)}" for what, x in columns)),
+        f"|---|{'---:|' * (4 + len(columns))}",
     ]
-    for one in runs:
-        work = one["tokens"] * one["operations_per_token"] / 1e12
-        cells = one["run"], f"{one['seconds']:.0f}", f"{one['tokens'] / 1e6:,.0f}M", f"{work:,.0f}"
-        lines.append(row(*cells, *(f"{one['held_out'][window]['bits']:.3f}" for window in windows)))
-    dashes = ["–"] * (3 + len(windows) - 1)
-    best = min((name for name in baselines if name.startswith("order")), key=baselines.__getitem__, default=None)
-    shown = [name for name in baselines if name == best or not name.startswith("order")]
-    return "\n".join([*lines, *(row(name, *dashes, f"{baselines[name]:.3f}") for name in shown)])
+    for (attention, window), runs in groups.items():
+        cells = [f"{attention}, {thousands(window)}", str(len(runs)), f"{100 * runs[0]['pairs_of_dense']:.0f} %"]
+        cells += [f"{mean(runs, lambda x: x['tokens']) / 1e6:.0f}M", f"{mean(runs, work) / 1e12:,.0f}"]
+        cells += [f"{mean(runs, lambda x, at=at: recall_of(x, at)):.2f}" for at in windows]
+        lines.append(row(*cells, *(f"{mean(runs, lambda x, at=at: bits_of(x, at)):.3f}" for at in judged)))
+    orders = [one for one in baselines if one.startswith("order")]
+    shown = [one for one in baselines if one not in orders] + sorted(orders, key=baselines.__getitem__)[:1]
+    dashes = ["–"] * (3 + len(columns))
+    return "\n".join([*lines, *(row(one, *dashes, f"{baselines[one]:.3f}") for one in shown)])
+
+
+def work(run: Result) -> float:
+    """The operations of the training."""
+    return sum(x * y for x, y in zip(run["tokens_by_length"], run["operations_per_token"], strict=True))
+
+
+def thousands(window: int | str) -> str:
+    return f"{int(window) >> 10}k"
 
 
 def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def rule(*cells: str, left: int) -> str:
-    """The head of a table, and the line below it: the first columns to the left, the others to the right."""
-    return f"{row(*cells)}\n|{'---|' * left}{'---:|' * (len(cells) - left)}"
-
-
 # --- pictures ---------------------------------------------------------------------------------------------------
 
 
-def lines_of(runs: list[Result], what: str) -> list[Result]:
-    """Points of a picture: bits by position in the longest windows, or over the seconds of training."""
-    found = []
-    for one in runs:
-        points = [(seconds, bits) for seconds, _, bits in one["held_out_curve"]]
-        if what == "position":
-            bins = one["held_out"][list(one["held_out"])[-1]]["by_position"]
-            points = [(((x["first"] + 1) * (x["last"] + 1)) ** 0.5, x["bits"]) for x in bins if x["first"] >= 16]
-        found += [{"run": one["run"], "x": x, "bits": bits} for x, bits in points]
-    return found
+def cost(groups: Groups) -> Result:
+    """A point for each pattern and length, and the frontier: the best of all that cost as much or less."""
+    points = [
+        {"name": attention, "at": f"trained at {thousands(window)}", "pairs": 100 * runs[0]["pairs_of_dense"],
+         "recall": mean(runs, lambda x, at=str(window): recall_of(x, at)),
+         "bits": mean(runs, lambda x, at=str(window): bits_of(x, at))}
+        for (attention, window), runs in groups.items()
+    ]  # fmt: skip
+    x = {"field": "pairs", "type": "quantitative", "title": "(query, key) pairs, % of dense attention's",
+         "scale": {"type": "log", "nice": False, "padding": 30}}  # fmt: skip
+    parts = []
+    titles = ("recall", "recall in windows of this length", 1), ("bits", "bits per byte, fewer is better", -1)
+    for what, title, sign in titles:
+        best: list[Result] = []
+        for one in sorted(points, key=lambda one: (one["at"], one["pairs"], -sign * one[what])):
+            if not best or best[-1]["at"] != one["at"] or sign * one[what] > sign * best[-1][what]:
+                best.append(one)
+        y = {"field": what, "type": "quantitative", "title": title, "scale": {"zero": False}}
+        encoding = {"color": colour([one["name"] for one in points], None)}
+        frontier = {"type": "line", "strokeDash": [4, 3], "color": COLOURS["dense"]}
+        layers = [
+            {"data": {"values": best}, "mark": frontier, "encoding": {"detail": {"field": "at"}}},
+            {"mark": {"type": "point", "filled": True, "size": 70},
+             "encoding": encoding | {"shape": {"field": "at", "title": None}}},
+            {"mark": {"type": "text", "dy": -11, "fontSize": 10}, "encoding": encoding | {"text": {"field": "name"}}},
+        ]  # fmt: skip
+        parts.append({"width": 330, "height": 300, "encoding": {"x": x, "y": y}, "layer": layers})
+    return {"data": {"values": points}, "hconcat": parts}
 
 
-def picture(runs: list[Result], task: str, what: str) -> bytes:
-    from dilated_attention.bench.plots import either, styled, svg
+def recall(groups: Groups) -> Result:
+    """A heat map: pattern by distance, in the longest windows."""
+    longest = max(window for _, window in groups)
+    rows = []
+    for (attention, window), runs in groups.items():
+        cells = [one for run in runs for one in [*run["held_out"].values()][-1]["recall"]] if window == longest else []
+        for distance in sorted({one["from"] for one in cells}):
+            some = [one["right"] for one in cells if one["from"] == distance]
+            rows.append({"name": attention, "distance": distance, "right": sum(some) / len(some)})
+    x = {"field": "distance", "type": "ordinal", "title": "bytes from the fact to the answer, from",
+         "axis": {"labelExpr": TOKENS, "labelAngle": 0}}  # fmt: skip
+    y = {"field": "name", "type": "nominal", "title": None, "sort": [*COLOURS]}
+    shade = {"field": "right", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 1]}, "legend": None}
+    words = {"text": {"field": "right", "format": ".0%"}, "color": {"value": INK}}
+    layers = [
+        {"mark": {"type": "rect", "color": "#58a6ff", "stroke": PAPER}, "encoding": {"fillOpacity": shade}},
+        {"mark": {"type": "text", "fontSize": 11}, "encoding": words},
+    ]
+    size = {"width": {"step": 46}, "height": {"step": 26}}
+    return {"data": {"values": rows}, **size, "encoding": {"x": x, "y": y}, "layer": layers}
 
-    rows, names = lines_of(runs, what), [one["run"] for one in runs]
-    least, most = (choose(point["bits"] for point in rows) for choose in (min, max))
-    scale = {"domain": [least, max(least + 0.01, min(most, MOST_BITS[task]))]}
-    x: dict[str, Any] = {"field": "x", "type": "quantitative", "title": "seconds of training"}
-    if what == "position":
-        axis = {"values": [1 << i for i in range(4, 21, 2)], "labelExpr": TOKENS}
-        x |= {"title": "position", "scale": {"type": "log", "base": 2, "nice": False}, "axis": axis}
-    y = {"field": "bits", "type": "quantitative", "title": f"held-out bits per {UNITS[task]}", "scale": scale}
-    colours = {"domain": names, "range": [COLOURS[name] for name in names]}
-    chart = {
-        "data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 2, "clip": True}, "width": 520, "height": 300,
-        "encoding": {"x": x, "y": y, "color": {"field": "run", "title": None, "scale": colours},
-                     "strokeDash": either("substring(datum.run, 0, 5) == 'dense'", [6, 3], [1, 0])},
-    }  # fmt: skip
-    return svg(styled(chart))
+
+def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float]]], x: Result, y: Result) -> Result:
+    """A line for each pattern that was trained at the longest length: of its first run."""
+    longest = max(window for _, window in groups)
+    rows = [
+        {"name": attention, "x": at, "y": value}
+        for (attention, window), runs in groups.items()
+        if window == longest
+        for at, value in points(runs[0])
+    ]
+    encoding = {"x": {"field": "x", "type": "quantitative", **x}, "y": {"field": "y", "type": "quantitative", **y},
+                "color": colour([one["name"] for one in rows], {})}  # fmt: skip
+    mark = {"type": "line", "strokeWidth": 2, "clip": True}
+    return {"data": {"values": rows}, "mark": mark, "width": 520, "height": 300, "encoding": encoding}
+
+
+def position(groups: Groups) -> Result:
+    def points(run: Result) -> Iterable[tuple[float, float]]:
+        bins = [x["by_position"] for x in run["held_out"].values() if "by_position" in x][-1]
+        return [(((x["first"] + 1) * (x["last"] + 1)) ** 0.5, x["bits"]) for x in bins if x["first"] >= 16]
+
+    axis = {"values": [1 << i for i in range(4, 21, 2)], "labelExpr": TOKENS}
+    x = {"title": "position", "scale": {"type": "log", "base": 2, "nice": False}, "axis": axis}
+    most = max(min(MOST_BITS, bits) for runs in groups.values() for _, bits in points(runs[0]))
+    return lines(groups, points, x, {"title": "held-out bits per byte", "scale": {"domainMax": most, "zero": False}})
+
+
+def training(groups: Groups) -> Result:
+    def points(run: Result) -> Iterable[tuple[float, float]]:
+        return [(seconds, hits) for seconds, _, _, hits in run["held_out_curve"]]
+
+    return lines(groups, points, {"title": "seconds of training"}, {"title": "recall"})
+
+
+def colour(names: Iterable[str], legend: Any) -> Result:
+    there = [one for one in COLOURS if one in {*names}]
+    scale = {"domain": there, "range": [COLOURS[one] for one in there]}
+    return {"field": "name", "title": None, "scale": scale, **({"legend": None} if legend is None else {})}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
 
-PICTURES = {"position": "Bits by position", "training": "Held-out bits over the seconds of training"}
 
-
-def section(folder: Path, task: str) -> str:
-    """What the page shows of a task, between its two marks."""
-    runs, baselines = read(folder, task)
+def section(folder: Path) -> str:
+    """What the page shows between its two marks."""
+    runs, baselines = read(folder)
     if not runs:
-        return "No run of this task has been measured yet."
-    pictures = [f"![{words}, {task}](tasks-{task}-{what}.svg)" for what, words in PICTURES.items()]
-    return "\n\n".join((table(runs, baselines, task), *pictures))
-
-
-def marks(task: str) -> tuple[str, str]:
-    return f"<!-- {task}: written by `python benchmarks/tasks.py draw` -->\n", f"\n<!-- {task}: end -->"
+        return verdict([])
+    pictures = [f"![{words}](tasks-{what}.svg)" for what, words in PICTURES.items()]
+    return "\n\n".join((verdict(runs), pictures[0], table(grouped(runs), baselines), *pictures[1:]))
 
 
 def show(folder: Path, docs: Path) -> None:
     """Write the tables into results.md, and draw its pictures."""
-    if not any(read(folder, task)[0] for task in UNITS):
+    runs, _ = read(folder)
+    if not runs:
         raise SystemExit(f"error: {folder} has no run that came to its end: give the folder of the results with --out")
     text = (docs / "results.md").read_text(encoding="utf-8")
-    for task in UNITS:
-        runs, _ = read(folder, task)
-        first, last = marks(task)
-        before, _, rest = text.partition(first)
-        text = f"{before}{first}{section(folder, task)}{last}{rest.partition(last)[2]}"
-        for what in PICTURES if runs else ():
-            charts.write(docs / f"tasks-{task}-{what}.svg", picture(runs, task, what))
-        print(section(folder, task), end="\n\n")
+    before, _, rest = text.partition(MARKS[0])
+    text = f"{before}{MARKS[0]}{section(folder)}{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    for what, draw in zip(PICTURES, (cost, recall, position, training), strict=True):
+        charts.write(docs / f"tasks-{what}.svg", svg(styled(draw(grouped(runs)))))
+    print(section(folder))
     charts.write(docs / "results.md", text.encode())

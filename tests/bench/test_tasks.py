@@ -1,23 +1,22 @@
-"""benchmarks/tasks.py on made-up packages and a made-up genome, on a CPU: what is held out, and what is measured."""
+"""benchmarks/tasks.py on made-up packages, on a CPU: what is held out, what is compared, and what is measured."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional as F
 
-from dilated_attention import DilatedPattern
-from dilated_attention.models import LongNetLM
+import dilated_attention as da
+from dilated_attention.models import LongNetLM, recall
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
@@ -26,14 +25,14 @@ import tasks  # noqa: E402
 import tasks_data  # noqa: E402
 import tasks_shown  # noqa: E402
 
-SHRINK = 512  # windows of 16, 64 and 256 bytes, and of 16 and 2048 bases; segments from 4
-SMALL = ["--shrink", SHRINK, "--seconds", "0.001", "--dim", "16", "--depth", "2", "--heads", "2", "--device", "cpu"]
-RUNS = [("code", "longnet-32k"), ("code", "dense-8k"), ("genome", "longnet-1m")]
+SHRINK, WINDOWS = 16, (8 << 10, 32 << 10)  # windows of 512 and 2,048 bytes, and in training rows of 128, too
+SMALL = ["--shrink", SHRINK, "--seconds", "0.01", "--dim", "16", "--depth", "4", "--heads", "2", "--device", "cpu"]
+RUN = ("full-layers-8k-1", "dense-8k-1", "dilated-learned-32k-0")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packages, one of which is large, one a single file and all partly the same; and a genome."""
+    """Packages, one of which is large, one a single file and all partly the same."""
     found, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
 
     def write(name: str, lines: int) -> None:
@@ -42,26 +41,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for package in range(20):
         for file in ("b.py", "inner/a.py", "a.py"):
-            write(f"package{package}/{file}", 2000 if package == 3 else 15)
+            write(f"package{package}/{file}", 6000 if package == 3 else 80)
         (found / f"code/package{package}/same.py").write_text("# a licence that all of them have\n" * 9)
     write("single.py", 20)
-    bases = "".join(draw.choice("ACGT") for _ in range(3000)) + "NNN"
-    (found / "genome.fna").write_text(f">short\nACGT\n>made up\n{bases[:1500].lower()}\n{bases[1500:]}\n")
     return found
 
 
-def run(folder: Path, task: str, *runs: str) -> None:
-    data = ["--code", folder / "code"] if task == "code" else ["--fasta", folder / "genome.fna"]
-    tasks.main([str(word) for word in (task, *runs, "--out", folder / "out", *data, *SMALL)])
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    """All runs, and the baselines; by run, the model that was judged, and the data."""
+    found: dict[str, Any] = {}
+    judged = tasks.Timed.judged
+
+    def kept(trainer: Any, windows: list[int]) -> Any:
+        found[trainer.file.stem] = trainer.plain(), trainer.data
+        return judged(trainer, windows)
+
+    with (
+        mock.patch.object(tasks.Timed, "judged", kept),
+        mock.patch.multiple(tasks, WINDOWS=WINDOWS, LONGEST=32 << 10, SEQUENCES=4),
+    ):
+        for name in ("baselines", *RUN):
+            tasks.main(
+                [str(word) for word in ("run", name, "--out", folder / "out", "--code", folder / "code", *SMALL)]
+            )
+    return found
 
 
-def result(folder: Path, task: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "out" / f"{task}-{name}.json").read_text())
+def result(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / f"{name}.json").read_text())
     return found
 
 
 def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
-    data = tasks_data.code([folder / "code"], 7, 256)
+    data = tasks_data.code([folder / "code"], 4, 2048)
     text, held_out = data.text.numpy().tobytes(), data.facts["held_out"]
     assert 1 < len(held_out) < 5
     assert "package3" not in held_out  # it has more than a tenth of all bytes
@@ -72,77 +85,170 @@ def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
     first, size = next(iter(held_out.items()))
     whole = b"".join((folder / f"code/{first}" / x).read_bytes() for x in ("a.py", "b.py", "inner/a.py"))
     assert data.held_out.numpy().tobytes()[:size] in whole
-    assert sum(held_out.values()) == data.held_out.numel() == 256 * len(data.held_out)
+    assert sum(held_out.values()) == data.held_out.numel() == 2048 * len(data.held_out)
 
 
-def direct(trainer: Any, window: int) -> torch.Tensor:
-    """The bits of each held-out symbol, window by window, from the logits of a plain model."""
-    config = trainer.config
-    if trainer.run.attention == "dense":
-        config = replace(config, pattern=DilatedPattern.longnet([window], [1]))
-    model, bits = LongNetLM(config), []
-    model.load_state_dict(get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True)))
-    for labels in trainer.data.held_out.long().split(window, dim=1):
-        inputs = torch.cat((torch.full_like(labels[:, :1], trainer.data.begin), labels[:, :-1]), 1)
+def test_steps_of_training(folder: Path) -> None:
+    """Rows of the text with questions in them, the same whenever they are asked for."""
+    data = tasks_data.code([folder / "code"], 4, 2048)
+    inputs, labels = tasks_data.step(data, 5, 1024, 4096, 1)
+    assert inputs.shape == labels.shape == (4, 1024)
+    assert (inputs[:, 0] == tasks_data.BEGIN).all()
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    for row in labels.tolist():
+        assert 4 <= bytes(row).count(b"@") // 2 <= 6, "a fact and a question each, and another fact for chains"
+        assert b"def name_" in bytes(row)
+    assert torch.equal(labels, tasks_data.step(data, 5, 1024, 4096, 1)[1])
+    assert not torch.equal(labels, tasks_data.step(data, 6, 1024, 4096, 1)[1])
+    with pytest.raises(ValueError, match="bytes to train on, and a row has"):
+        tasks_data.step(data, 0, 1 << 20, 1 << 20, 0)
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [8 << 10, 32 << 10])
+def test_what_is_compared(n: int) -> None:
+    layers = {name: tasks.patterns_of(name, n, 8, 8, 1024) for name in ("dense", *tasks.LONG[1:-2])}
+    pairs = {name: sum(one.pairs(n, 8, is_causal=True) for one in some) for name, some in layers.items()}
+    assert 1 <= pairs["window"] / pairs["full-layers"] < 1.001, "at equal cost"
+    assert [one == da.Pattern([da.Dense()]) for one in layers["full-layers"]] == 2 * [False, False, False, True]
+    assert layers["dilated"] == 8 * [da.Pattern.suggest(tokens=n, heads=8, is_causal=True)]
+    assert layers["longnet"] == 8 * [da.DilatedPattern.suggest(tokens=n, heads=8)]
+    # the last query sees each far key in one head
+    for name, heads in (("strided", 8), ("full-heads", 1)):
+        keys = [layers[name][0].keys(n - 1, head, num_tokens=n, num_heads=8, is_causal=True) for head in range(8)]
+        assert sorted(key for some in keys for key in some if key < n - 1024) == [*range(n - 1024)]
+        assert sum(min(some) < n - 1024 for some in keys) == heads
+        assert all({*range(n - 1024, n)} <= {*some} for some in keys)
+
+
+def test_learned_runs_name_their_near_branches() -> None:
+    given: Any = argparse.Namespace(**tasks.MODEL)
+    for name, near in (
+        ("dilated-learned-32k-0", [da.Window(1023), da.Prefix(4)]),
+        ("strided-learned-32k-0", [da.Window(1023)]),
+    ):
+        config = tasks.config_of(tasks.RUNS[name], given, 1)
+        assert {calls[1] for calls in config.calls} == {da.Pattern(near)}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_bits_and_recall_are_those_of_a_direct_computation(folder: Path, expected: dict[str, Any], name: str) -> None:
+    """From all logits of the trained model."""
+    found, (model, data) = result(folder, name), expected[name]
+    assert found["tokens"] == sum(found["tokens_by_length"]) >= 8192 * len(found["tokens_by_length"])
+    assert all(found["tokens_by_length"]), "rows of each length"
+    assert [*found["held_out"]] == ["512", "2048"]
+    for window, told in found["held_out"].items():
+        labels = data.held_out.reshape(-1, int(window)).long()
+        inputs = F.pad(labels[:, :-1], (1, 0), value=256)
+        asked = tasks_data.planted(data.held_out, int(window), len(labels), 1)
         with torch.no_grad():
-            bits.append(F.cross_entropy(model(inputs).movedim(-1, 1), labels, reduction="none") / math.log(2))
-    return torch.cat(bits, 1)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[Any, Any]:
-    """All runs; by run and window, what a direct computation finds."""
-    found: dict[Any, Any] = {}
-    judged = tasks.judged
-
-    def checked(trainer: Any, windows: list[int], shortest: int) -> Any:
-        found[trainer.file.stem] = {window: direct(trainer, window) for window in windows}
-        return judged(trainer, windows, shortest)
-
-    with mock.patch.object(tasks, "judged", checked):
-        for task, name in RUNS:
-            run(folder, task, name)
-    for task in ("code", "genome"):
-        run(folder, task, "baselines")
-    return found
-
-
-@pytest.mark.parametrize(("task", "name"), RUNS)
-def test_bits_by_position_are_those_of_a_direct_computation(
-    folder: Path, expected: dict[Any, Any], task: str, name: str
-) -> None:
-    found, wanted = result(folder, task, name), expected[f"{task}-{name}"]
-    assert list(found["held_out"]) == [str(window) for window in wanted]
-    for window, bits in wanted.items():
-        told, length = found["held_out"][str(window)], min(window, bits.shape[1])
+            bits = F.cross_entropy(
+                LongNetLM.forward(model, inputs).movedim(-1, 1), labels, reduction="none"
+            ) / math.log(2)
+            said = LongNetLM.forward(model, F.pad(asked.tokens.long()[:, :-1], (1, 0), value=256)).argmax(-1)
         assert told["bits"] == pytest.approx(bits.mean().item(), rel=1e-4)
-        places = torch.arange(bits.shape[1]) % length
-        kept = torch.arange(bits.shape[1]) < bits.shape[1] // length * length
         bins = [range(one["first"], one["last"] + 1) for one in told["by_position"]]
-        assert [place for one in bins for place in one] == list(range(length))
+        assert [place for one in bins for place in one] == list(range(int(window)))
         for one, inside in zip(told["by_position"], bins, strict=True):
-            chosen = kept & (places >= inside.start) & (places < inside.stop)
-            assert one["bits"] == pytest.approx(bits[:, chosen].mean().item(), rel=1e-4)
+            assert one["bits"] == pytest.approx(bits[:, inside.start : inside.stop].mean().item(), rel=1e-4)
+        places = asked.rows[:, None], asked.places[:, None] + torch.arange(4)
+        right = (said[places] == asked.tokens[places]).all(1)
+        assert told["recall"] == recall.by_distance(asked, right)
+        assert {one["from"] for one in told["recall"]} == {*tasks_data.octaves(int(window))}
 
 
-def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> None:
+def test_a_call_goes_on_where_the_last_one_ended(
+    folder: Path, expected: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(folder / "out")
+    tasks.main(["plan", "--done", out])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert [*lines] == ["baselines", *(run.name for run in tasks.QUEUE)]
+    assert {name for name, line in lines.items() if line.endswith("done")} == {"baselines", *RUN}
+    tasks.main(["run", "--done", out, "--minutes", "1"])
+    assert capsys.readouterr().out == "dense-8k-100 and what follows is left for the next call\n"
+    with pytest.raises(SystemExit):
+        tasks.main(["run", "dense-9k-0"])
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------
+
+
+def made_up(name: str, recalled: float, bits: float) -> dict[str, Any]:
+    run, held_out = tasks.RUNS[name], {}
+    for window in tasks.WINDOWS:
+        cells = [
+            {"kind": kind, "from": x, "right": recalled} for kind in recall.KINDS for x in tasks_data.octaves(window)
+        ]
+        places = [{"first": 16 << i, "last": (32 << i) - 1, "bits": bits} for i in range(3)]
+        held_out[str(window)] = {"recall": cells, "bits": bits, "by_position": places}
+    return {
+        **run._asdict(), "complete": True, "held_out": held_out, "held_out_curve": [[1, 2, bits, recalled]],
+        "pairs_of_dense": 0.5, "tokens": 10, "tokens_by_length": [10], "operations_per_token": [2.0],
+        "machine": {"device": "none", "commit": "0" * 40, "versions": {"torch": "2"}},
+    }  # fmt: skip
+
+
+def registered(**changed: tuple[float, float]) -> list[dict[str, Any]]:
+    runs = [run for run in tasks.QUEUE if run.part == "registered"]
+    usual = {"full-layers": (0.8, 1.0), "dense": (0.7, 1.0), "window": (0.3, 1.1)}
+    return [made_up(run.name, *changed.get(run.name.replace("-", "_"), usual[run.attention])) for run in runs]
+
+
+def test_the_verdict_is_the_registered_one() -> None:
+    assert "is so" in tasks_shown.verdict(registered())
+    assert "is so" in tasks_shown.verdict(registered(dense_32k_2=(0.79, 1.0), full_layers_8k_2=(0.0, 1.02)))
+    for changed in (
+        {"dense_32k_2": (0.81, 1.0)}, {"full_layers_32k_3": (0.7, 1.0)}, {"window_32k_1": (0.8, 1.0)},
+        {"full_layers_8k_2": (0.8, 1.04)},
+    ):  # fmt: skip
+        assert "is not so" in tasks_shown.verdict(registered(**changed)), changed
+    explored = made_up("dense-32k-0", 1.0, 0.1)
+    assert tasks_shown.verdict(registered()) == tasks_shown.verdict([*registered(), explored])
+    assert "1 of 15 runs are to be made" in tasks_shown.verdict([*registered()[1:], explored])
+
+
+def test_tables_and_pictures(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no run that came to its end"):
         tasks_shown.show(tmp_path, tmp_path)
+    explored = [
+        made_up("window-1k-32k-0", 0.25, 1.5),
+        made_up("dense-32k-0", 0.9, 0.9),
+        made_up("dense-8k-100", 0.99, 9.0),
+    ]
+    for one in (*registered(), *explored):
+        (tmp_path / f"{one['attention']}-{one['window']}-{one['seed']}.json").write_text(json.dumps(one))
     (tmp_path / "results.md").write_text((ROOT / "docs/results.md").read_text(encoding="utf-8"), encoding="utf-8")
     for _ in range(2):  # the second time changes nothing
-        tasks_shown.show(folder / "out", tmp_path)
-        page = (tmp_path / "results.md").read_text(encoding="utf-8")
-        assert page.count("| longnet-32k |") == page.count("| dense-8k |") == 1
-    bits = result(folder, "code", "dense-8k")["held_out"]["16"]["bits"]
-    (line,) = (x for x in page.splitlines() if x.startswith("| dense-8k |") and "M |" in x)
-    assert f" {bits:.3f} " in line
+        tasks_shown.show(tmp_path, tmp_path)
+        lines = (tmp_path / "results.md").read_text(encoding="utf-8").splitlines()
+        rows = [line for line in lines if line.startswith(("| dense, 32k", "| window-1k, 32k", "| dense, 8k"))]
+        assert [line.split(" | ")[1:8] for line in rows] == [
+            ["3", "50 %", "0M", "0", "0.70", "0.70", "0.70"], ["1", "50 %", "0M", "0", "0.25", "0.25", "0.25"],
+            ["3", "50 %", "0M", "0", "0.70", "0.70", "0.70"],
+        ]  # fmt: skip
     assert len([*tmp_path.glob("tasks-*.svg")]) == 4
+    cells = tasks_shown.recall(tasks_shown.grouped(registered()))["data"]["values"]
+    assert {(one["name"], round(one["right"], 6)) for one in cells} == {
+        ("full-layers", 0.8),
+        ("dense", 0.7),
+        ("window", 0.3),
+    }
+    frontier = tasks_shown.cost(tasks_shown.grouped(registered()))["hconcat"][0]["layer"][0]["data"]["values"]
+    assert [(one["name"], one["at"]) for one in frontier] == [
+        ("full-layers", "trained at 32k"),
+        ("full-layers", "trained at 8k"),
+    ]
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    for task in tasks.TASKS:
-        first, last = tasks_shown.marks(task)
-        shown = page.partition(first)[2].partition(last)[0]
-        told = tasks_shown.section(ROOT / "benchmarks/results/tasks", task)
-        assert shown == told, "run: python benchmarks/tasks.py draw --out benchmarks/results/tasks"
+    first, last = tasks_shown.MARKS
+    shown = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition(first)[2].partition(last)[0]
+    told = tasks_shown.section(ROOT / "benchmarks/results/tasks")
+    assert shown == told, "run: python benchmarks/tasks.py draw --out benchmarks/results/tasks"

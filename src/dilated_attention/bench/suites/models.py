@@ -142,7 +142,7 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
 def operations(config: LMConfig, parameters: int, tokens: int) -> float:
     """Of a step on one row: 6 per weight and token, and 12 per pair of query and key, for each channel of a head."""
     heads: Any = {"num_heads": config.heads, "num_kv_heads": config.kv_heads}
-    pairs = sum(one.pairs(tokens, **heads, is_causal=True) for one in config.patterns)
+    pairs = sum(one.pairs(tokens, **heads, is_causal=True) for calls in config.calls for one in calls)
     return 6 * parameters * tokens + 12 * pairs * config.head_dim
 
 
