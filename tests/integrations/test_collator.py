@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import DataCollatorWithFlattening
 
 from dilated_attention import gather_sequence
 from dilated_attention.integrations.transformers import ShardingCollator
@@ -41,25 +42,32 @@ def step(model: Any, batch: dict[str, Any], group: dist.ProcessGroup | None) -> 
     return found
 
 
-def over_ranks(kind: str) -> float:
+def flattened(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Packed, as transformers packs them."""
+    packed: dict[str, Tensor] = DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
+    return packed
+
+
+def over_ranks(kind: str, collator: Any) -> float:
     """How far a step is from that of one device; each rank is dealt its samples, of different lengths."""
     group = world()
     mine = SAMPLES[group.rank() :: group.size()]
-    batch = ShardingCollator(collated, group)(mine)
+    batch = ShardingCollator(collator, group)(mine)
     order = [SAMPLES[i] for rank in range(group.size()) for i in range(rank, len(SAMPLES), group.size())]
-    whole = collated(order)
-    rows = gather_sequence(batch["input_ids"], group)
+    whole = collator(order)
+    rows, positions = (gather_sequence(batch[name], group) for name in ("input_ids", "position_ids"))
     assert torch.equal(rows, whole["input_ids"])  # contiguous, in the order of the ranks
-    assert gather_sequence(batch["position_ids"], group)[0].tolist() == list(range(max(LENGTHS)))
+    assert torch.equal(positions[:1], whole.get("position_ids", torch.arange(rows.shape[1])[None]))
     model = model_of(kind)
     got, expected = step(model, batch, group), step(model, {**whole, "use_cache": False}, None)
     return max(error(x, y) for x, y in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "longnet"])
-def test_two_ranks_are_as_one(kind: str) -> None:
+@pytest.mark.parametrize("collator", [collated, flattened])
+def test_two_ranks_are_as_one(kind: str, collator: Any) -> None:
     limit = 1e-6 if kind == "llama" else 1e-10  # its loss is in float32
-    assert max(pool(2).run(over_ranks, kind)) < limit
+    assert max(pool(2).run(over_ranks, kind, collator)) < limit
 
 
 def refusals() -> list[str]:
@@ -89,7 +97,7 @@ def test_what_is_refused() -> None:
         for says, text in zip(
             (
                 *["turn off load balancers that reorder"] * 2,
-                *["no padding, no documents and no cache"] * 3,
+                *["no attention_mask and no cache"] * 3,
                 "pass shift_labels",
                 "soft caps",
                 "padding_side",

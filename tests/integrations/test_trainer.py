@@ -16,13 +16,13 @@ from transformers import Trainer, TrainingArguments
 from dilated_attention.integrations.transformers import ShardingCollator
 from dilated_attention.testing import error
 from tests.integrations.hf import config_of, made
-from tests.integrations.test_collator import collated
+from tests.integrations.test_collator import collated, flattened
 from tests.over_ranks import world
 
 ROOT = Path(__file__).parents[2]
 
 
-def main(folder: str, ranks: int) -> None:
+def main(folder: str, ranks: int, kind: str) -> None:
     """Writes the weights after three steps of plain gradient descent, which shows the size of gradients as well."""
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=4 // ranks, max_steps=3, optim="sgd", learning_rate=1e-2,
@@ -33,16 +33,18 @@ def main(folder: str, ranks: int) -> None:
     drawn = torch.Generator().manual_seed(0)
     lengths = (20, 13, 17, 9, 20, 20, 5, 11, 18, 20, 16, 8)
     rows: Any = [torch.randint(1, 40, (length,), generator=drawn) for length in lengths]
-    collator: Any = ShardingCollator(collated, world()) if ranks > 1 else collated
+    collator: Any = {"padded": collated, "packed": flattened}[kind]
+    collator = ShardingCollator(collator, world()) if ranks > 1 else collator
     Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator).train()
     if ranks == 1 or dist.get_rank() == 0:
         torch.save(model.state_dict(), Path(folder, f"{ranks}.pt"))
 
 
-def trained(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+def trained(folder: Path, ranks: int, kind: str) -> dict[str, torch.Tensor]:
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, folder, str(ranks)]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += [__file__, str(folder), str(ranks), kind]
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, torch.Tensor] = torch.load(folder / f"{ranks}.pt", weights_only=True)
@@ -50,10 +52,11 @@ def trained(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
-    one, two = trained(tmp_path, 1), trained(tmp_path, 2)
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_the_trainer_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    one, two = trained(tmp_path, 1, kind), trained(tmp_path, 2, kind)
     assert max(error(two[name], one[name]) for name in one) < 1e-6  # the loss of Llama is in float32
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -15,16 +15,17 @@ from transformers.utils import output_capturing
 from dilated_attention import functional
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import warn
-from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.group import telling_device
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
 from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, OWN_WINDOW, Grid, taken
+from dilated_attention.models.lm import within
 from dilated_attention.pattern import Pattern
-from dilated_attention.resolve import Options, cu_seqlens_on_host
-from dilated_attention.ring.run import Ranks
+from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host
+from dilated_attention.ring.run import Checks, Ranks
 
 NAME = "dilated"
-ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out"
+ALONE = "over a group, a model takes no attention_mask and no cache: shard_batch() makes what it takes"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
@@ -103,7 +104,8 @@ def attend(
     group: Any = None, *, scale: float | None = None, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
-    if group is not None and not (grid.is_plain and grid.queries == grid.keys and kept is None):
+    is_whole = grid.padding is None and grid.queries == grid.keys and kept is None
+    if group is not None and not is_whole:
         with functional.telling(group, q):
             raise ValueError(ALONE)
     keys = k.shape[1] if kept is None else kept.length
@@ -148,11 +150,13 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
 
     Compiled code has no numbers to look at: it checks nothing, but for the shards of a group.
     """
-    if positions is None or positions.dim() != 2 or not positions.shape[1]:
+    if positions is None or positions.dim() != 2:
         return
     positions = positions.expand(samples, -1)
     if group is not None:
-        _check_shard(positions, group)
+        _check_shard(positions, grid.documents, group)
+        return
+    if not positions.shape[1]:
         return
     if torch.compiler.is_compiling():
         return
@@ -175,14 +179,29 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
 
 
 @torch.compiler.disable(reason="ranks are asked")  # type: ignore[no-untyped-call, untyped-decorator]
-def _check_shard(positions: Tensor, group: Any) -> None:
-    """Raise unless this rank's tokens follow one another, and those of the ranks before it."""
-    rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]
-    first = int(positions[0, 0])
-    wanted = first + torch.arange(tokens, device=positions.device)  # in every row: none is padded
-    if (positions != wanted).any() or not rank * tokens <= first <= rank * (tokens + 1):
+def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> None:
+    """Raise unless this rank's tokens follow those of the ranks before it. ``documents``: of all ranks' tokens."""
+    over = Ranks.of(group)
+    if over is None or (ranks := over.group) is None:
+        return
+    checks, n = Checks(over.transport(telling_device(ranks, positions)), over.parallel.verify), positions.shape[1]
+    if not checks.is_due:
+        return
+    ends = None if documents is None else documents.tolist()
+    lengths = checks.ask("a model over ranks", {"cu_seq_lens_q, as shard_batch() makes it,": ends}, n).lengths
+    check_total_length(over.parallel.total_length, lengths)
+    start = sum(lengths[: ranks.rank()])
+    wanted = start + torch.arange(n)
+    if documents is not None:
+        if int(documents[-1]) != sum(lengths):
+            raise ValueError(
+                "over a group, documents need cu_seq_lens_q of the tokens of all ranks: pass what shard_batch() makes, "
+                "and turn off load balancers that reorder tokens"
+            )
+        wanted = within(documents, wanted)
+    if bool((positions.cpu() != wanted).any()):  # in every row: none is padded
         with functional.telling(group, positions):
             raise ValueError(
-                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: pass "
-                "local_positions(N, group)[None], and turn off load balancers that reorder tokens"
+                f"position_ids of rank {ranks.rank()} are not those of tokens {start} to {start + n - 1}: pass what "
+                "shard_batch() makes, and turn off load balancers that reorder tokens"
             )
