@@ -5,7 +5,6 @@ Legend as in `functional`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,9 +13,8 @@ from torch import Tensor
 from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.blocks import plan
-from dilated_attention.call import ON_DEVICE
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.call import ON_DEVICE, CuSeqlens
+from dilated_attention.context_parallel import ContextParallel, Over
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, cu_seqlens_on_host, resolve
 
@@ -55,7 +53,7 @@ def explain(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool = False,
     scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
     query_offset: int | Tensor | None = None, enable_gqa: bool = False, backend: Backend = "auto",
-    group: Group | ContextParallel | None = None, cu_seqlens: Sequence[int] | Tensor | None = None,
+    group: Over = None, cu_seqlens: CuSeqlens | None = None,
 ) -> Explanation:  # fmt: skip
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
@@ -79,7 +77,7 @@ def explain(
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call
-    rows = plan(placed).row_counts() or {call.queries}
+    rows = {min(block.queries.rows, block.keys.rows) for block in plan(placed).blocks} or {call.queries}
     reasons = BACKENDS[backend].unsupported(call, True) if backend != "auto" and call.is_decode else []
     if reasons:
         backward = f"none: {'; '.join(reasons)}"

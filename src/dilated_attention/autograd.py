@@ -89,7 +89,32 @@ class Registered:
         return torch.ops.dilated_attention.backward_2(*sent, list(saved), *self.packed)  # type: ignore[no-any-return]
 
 
-class Attention(torch.autograd.Function):
+class Mapped(torch.autograd.Function):
+    """A node that vmap knows."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        """A node for each of the mapped values: with as many times the samples, or once for each.
+
+        Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a
+        sample: there the node is applied again and again.
+        """
+        count: int = info.batch_size
+        given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+        pairs = [*zip(given, in_dims, strict=True)]
+        if in_dims[1] is None or given[SEED] is not None:
+            calls: Any = [cls.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]  # type: ignore[no-untyped-call]
+            results = tuple(map(torch.stack, zip(*calls, strict=True)))
+        else:
+            whole = list(given)
+            for at, (x, dim) in enumerate(pairs):
+                if isinstance(x, Tensor) and at != CU_SEQLENS:
+                    whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
+            results = tuple(x.unflatten(0, (count, -1)) for x in cls.apply(*whole))  # type: ignore[no-untyped-call]
+        return results, (0,) * len(results)
+
+
+class Attention(Mapped):
     """The node: keeps q, k, v, out and lse, and no more."""
 
     @staticmethod
@@ -98,7 +123,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         ctx.save_for_backward(*inputs[:INPUTS], *output)
         ctx.way = inputs[INPUTS]
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
@@ -117,17 +142,13 @@ class Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(NO_FORWARD_MODE)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        return _mapped(Attention, info.batch_size, in_dims, given)
-
 
 # What Function.apply comes to outside of torch.func. It would first look up the signature of forward, which takes as
 # long as a short call's kernels.
 _apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
-class Backward(torch.autograd.Function):
+class Backward(Mapped):
     """The backward pass where something looks at it: vmap, or someone who would differentiate it again."""
 
     @staticmethod
@@ -142,30 +163,6 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(NOT_TWICE)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        return _mapped(Backward, info.batch_size, in_dims, given)
-
-
-def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
-    """A node for each of ``count`` mapped values: with as many times the samples, or once for each.
-
-    Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a sample:
-    there the node is applied again and again.
-    """
-    given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
-    pairs = [*zip(given, in_dims, strict=True)]
-    if in_dims[1] is None or given[SEED] is not None:
-        calls = [node.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]
-        results = tuple(map(torch.stack, zip(*calls, strict=True)))
-    else:
-        whole = list(given)
-        for at, (x, dim) in enumerate(pairs):
-            if isinstance(x, Tensor) and at != CU_SEQLENS:
-                whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
-        results = tuple(x.unflatten(0, (count, -1)) for x in node.apply(*whole))
-    return results, (0,) * len(results)
 
 
 # --- derivatives that are refused -------------------------------------------------------------------------------------

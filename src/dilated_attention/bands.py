@@ -73,7 +73,9 @@ def _tiles(block: Block, side: int, at: int) -> Iterator[Block]:
 
     whole = [tile(m) for m in range(first, last if block.batch > 1 else min(last, first + 1))]
     if block.batch == 1 and whole:
-        queries, keys_ = (view.repeated(side, last - first) for view in (whole[0].queries, whole[0].keys))
+        queries, keys_ = (
+            x._replace(segments=last - first, segment_step=side * x.row_step) for x in (whole[0].queries, whole[0].keys)
+        )
         whole = [whole[0]._replace(queries=queries, keys=keys_)]
     yield from whole
     end = -(-rows // side)

@@ -21,6 +21,7 @@ from torch import Tensor
 from dilated_attention.branches import Branch, Dilated
 from dilated_attention.branches.base import Rect, grouped
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import zeros_beside
 
 NO_STRIDE = 2**62  # as long as torch takes; only dimensions of size 1 have such
@@ -69,10 +70,6 @@ class View(NamedTuple):
 
     def some_rows(self, first: int, count: int) -> View:
         return self._replace(token=self.token + first * self.row_step, rows=count)
-
-    def repeated(self, step: int, number: int) -> View:
-        """The rows of the one segment so many times, ``step`` rows apart, as segments of their own."""
-        return self._replace(segments=number, segment_step=step * self.row_step)
 
     def within(self, whole: View) -> View:
         """The same rows in a tensor (b, L, h, ...) that has those of ``whole`` alone, of which they are a part."""
@@ -214,10 +211,6 @@ class Plan(NamedTuple):
     blocks: tuple[Block, ...]
     bare: tuple[int, int]  # key/value heads: in all others, blocks that write first cover every row
     merges: bool  # whether some row gets several parts
-
-    def row_counts(self) -> set[int]:
-        """Of the blocks, as kernels see them."""
-        return {min(block.queries.rows, block.keys.rows) for block in self.blocks}
 
 
 def folds(*tensors: Tensor) -> bool:
@@ -397,7 +390,7 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
                     yield Place(even.moved(begin), segment, zeros, but, (begin, end))
 
 
-def _cu_seqlens_here(call: Call) -> tuple[int, ...]:
+def _cu_seqlens_here(call: Call) -> Ints:
     """Those of the sequences that have both queries and keys here."""
     cu_seqlens = call.borders
     first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
@@ -469,7 +462,7 @@ def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, in
 
 # --- heads that one view takes ------------------------------------------------------------------------------------
 
-Placed = tuple[int, ...]  # a head, and where its rows begin
+Placed = Ints  # a head, and where its rows begin
 
 
 class HeadRun(NamedTuple):
@@ -477,7 +470,7 @@ class HeadRun(NamedTuple):
 
     first: Placed
     heads: int
-    steps: tuple[int, ...]
+    steps: Ints
 
     def singles(self) -> list[HeadRun]:
         still = (1, *(0 for _ in self.steps[1:]))
@@ -515,5 +508,5 @@ def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) 
     return runs
 
 
-def _advanced(first: Placed, steps: tuple[int, ...], count: int) -> Placed:
+def _advanced(first: Placed, steps: Ints, count: int) -> Placed:
     return tuple(x + count * step for x, step in zip(first, steps, strict=True))

@@ -18,12 +18,14 @@ from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.branches import Branch
 from dilated_attention.branches.union import Part
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern, Pattern, read_pattern
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 KERNELS = ("flash", "cudnn", "efficient")  # of torch
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
 
+CuSeqlens = Sequence[int] | Tensor  # where packed sequences begin, and the end of the last
 Settings = tuple[bool, tuple[str, ...], str | None, bool]  # of torch, as the last fields of a `Call` have them
 
 
@@ -64,7 +66,7 @@ class Call(NamedTuple):
     total: int = 0
     first_head: int = 0  # of the key/value heads here
     total_heads: int = 0  # 0: the heads here are all
-    cu_seqlens: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
+    cu_seqlens: Ints = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
     memory_cap_id: int = 0  # the number of a `MemoryCap` on memory; 0: none
@@ -127,7 +129,7 @@ class Call(NamedTuple):
         return self.pattern.branches_for(self.held.total)
 
     @property
-    def borders(self) -> tuple[int, ...]:
+    def borders(self) -> Ints:
         """Where sequences begin, and the end of the last."""
         return self.cu_seqlens or (0, self.total)
 
@@ -136,7 +138,7 @@ class Call(NamedTuple):
         branch, first, mine = self.branches[index], self.first_head, range(self.kv_heads)
         return [(head - first, branch.offset_of(head)) for head in branch.members if head - first in mine]
 
-    def looks(self, head: int) -> tuple[int, ...]:
+    def looks(self, head: int) -> Ints:
         """`Pattern.looks` of a head, as counted here."""
         return self.pattern.looks(self.first_head + head, self.held.total)
 
@@ -150,7 +152,7 @@ class Call(NamedTuple):
         return self.with_shapes(query.shape, key.shape, query.dtype, query.device, padding is not None, start)
 
     def with_shapes(
-        self, query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        self, query: Ints, key: Ints, dtype: torch.dtype, device: torch.device,
         has_padding: bool, start: int,
     ) -> Call:  # fmt: skip
         """The same, of tensors of these shapes."""
@@ -188,7 +190,7 @@ def outside(name: str, at: int, queries: int, keys: int) -> str:
     return f"{name} is {at}, and must be from 0 to {keys - queries}, so that {queries} queries fit among {keys} keys"
 
 
-def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: str = "cu_seqlens") -> tuple[int, ...]:
+def checked_cu_seqlens(given: CuSeqlens, tokens: int | None) -> Ints:
     """`Call.cu_seqlens` of those given; ``tokens`` is None where other ranks have some of them.
 
     A tensor is read on the host. Empty sequences are left out, and one sequence alone is as if nothing was given.
@@ -198,7 +200,7 @@ def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: 
     if not numbers or numbers[0] != 0 or falls or (tokens is not None and numbers[-1] != tokens):
         end = "the number of tokens of all ranks" if tokens is None else f"{tokens}, the number of tokens"
         shown = numbers if len(numbers) < 9 else f"{numbers[:4]} ... {numbers[-4:]}"
-        raise ValueError(f"{name} must begin with 0, never fall, and end with {end}, got {shown}")
+        raise ValueError(f"cu_seqlens must begin with 0, never fall, and end with {end}, got {shown}")
     different = tuple(dict.fromkeys(numbers))
     return different if len(different) > 2 or (tokens is None and len(different) > 1) else ()
 

@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 import torch
 
+Ints = tuple[int, ...]
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
 
@@ -26,7 +27,7 @@ def check_int(name: str, value: object, *, least: int = 1) -> int:
     return number
 
 
-def check_ints(name: str, values: object) -> tuple[int, ...]:
+def check_ints(name: str, values: object) -> Ints:
     """Those of a list with one number per branch."""
     if isinstance(values, (str, bytes, Set, Mapping, torch.Tensor)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, one per branch and in their order, got {values!r}")

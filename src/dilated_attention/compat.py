@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, warn
-from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.context_parallel import Over
 from dilated_attention.distributed.sequence import Group, mean_over_ranks
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
@@ -75,7 +75,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
 class RingOptions(ModuleOptions, total=False):
     """The keywords of RingDilatedAttention."""
 
-    group: Group | ContextParallel | None
+    group: Over
     softmax_scale: float | None
 
 

@@ -101,3 +101,6 @@ class ContextParallel:
         default = dist.group.WORLD
         assert default is not None
         return default
+
+
+Over = Group | ContextParallel | None  # the ranks of which each has a shard of every sequence

@@ -6,7 +6,6 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -16,8 +15,8 @@ from dilated_attention import autograd
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.branches import Dense
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.call import CuSeqlens
+from dilated_attention.context_parallel import Over
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host, resolve, warn_of_mistakes
 from dilated_attention.ring import run as ring
@@ -36,9 +35,9 @@ class CallOptions(TypedDict, total=False):
     query_offset: int | Tensor | None
     enable_gqa: bool
     backend: Backend
-    group: Group | ContextParallel | None
+    group: Over
     heads: tuple[int, int] | None
-    cu_seqlens: Sequence[int] | Tensor | None
+    cu_seqlens: CuSeqlens | None
     sinks: Tensor | None
 
 
@@ -60,9 +59,9 @@ def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool = False,
     scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
     query_offset: int | Tensor | None = None, enable_gqa: bool = False, backend: Backend = "auto",
-    return_lse: bool = False, group: Group | ContextParallel | None = None, heads: tuple[int, int] | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    return_lse: bool = False, group: Over = None, heads: tuple[int, int] | None = None,
+    cu_seqlens: CuSeqlens | None = None, sinks: Tensor | None = None,
+) -> Tensor | Pair:  # fmt: skip
     """Computes self-attention in which each head sees the tokens that ``pattern`` gives it.
 
     A branch is one (segment length, dilation rate) pair of the pattern. A head takes one softmax over the keys of all
@@ -160,7 +159,7 @@ def attention_mass(
 
 
 def attend(
-    inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, *,
+    inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: CuSeqlens | None = None, *,
     warns: bool = True,
 ) -> Pair:  # fmt: skip
     """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
@@ -199,6 +198,6 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def telling(group: Group | ContextParallel | None, x: object) -> contextlib.AbstractContextManager[None]:
+def telling(group: Over, x: object) -> contextlib.AbstractContextManager[None]:
     """An error in here reaches the other ranks of a group, if there is one: they would wait for this rank."""
     return ring.telling_ranks(Ranks.of(group), x)

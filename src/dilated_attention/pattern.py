@@ -18,7 +18,7 @@ import torch
 from dilated_attention.branches import KINDS, Branch, Dilated
 from dilated_attention.branches.base import grouped
 from dilated_attention.branches.union import Part, count_pairs, parts_of
-from dilated_attention.checks import MAX_NUMBER, check_int, check_ints, warn
+from dilated_attention.checks import MAX_NUMBER, Ints, check_int, check_ints, warn
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -194,7 +194,7 @@ class Pattern:
     def keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> Ints:  # fmt: skip
         """The tokens that ``query`` sees in (query) head ``head``, sorted. One that counts m times appears m times.
 
         Zero keys of torchscale are not tokens: :meth:`DilatedPattern.zero_keys` counts them.
@@ -235,7 +235,7 @@ class Pattern:
                     total += len(heads) * count_pairs(parts, heads[0])
         return group * total
 
-    def looks(self, head: int, kv_heads: int) -> tuple[int, ...]:
+    def looks(self, head: int, kv_heads: int) -> Ints:
         """Heads that agree in this see the same: the offset in each branch, -1 where they do not have it."""
         return tuple(x.offset_of(head) if head in x.members else -1 for x in self.branches_for(kv_heads))
 
@@ -351,8 +351,8 @@ class DilatedPattern(Pattern):
     needs_masks: ClassVar[bool] = False
     shows_itself: ClassVar[bool] = True
     rule: Rule
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Ints
+    dilation_rates: Ints
     mixing_gradient: MixingGradient = "exact"
 
     def __post_init__(self) -> None:

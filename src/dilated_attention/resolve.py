@@ -21,8 +21,8 @@ from torch.compiler import is_compiling
 from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.choose import NAMES, Backend, choose
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, checked_cu_seqlens, outside, settings
-from dilated_attention.checks import check_flag, check_tensor, checked_probability, checked_scale, is_int, warn
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, CuSeqlens, checked_cu_seqlens, outside, settings
+from dilated_attention.checks import Ints, check_flag, check_tensor, checked_probability, checked_scale, is_int, warn
 from dilated_attention.pattern import DilatedPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -76,7 +76,7 @@ def _known(signature: Hashable) -> list[Call]:
     return []
 
 
-def _signature(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None, wants_grad: bool) -> Hashable:
+def _signature(inputs: Inputs, options: Options, numbers: Ints | None, wants_grad: bool) -> Hashable:
     """All that the checks look at, or None where they look at more.
 
     The types of options are part of it, since True equals 1.0 and would be taken for it.
@@ -100,7 +100,7 @@ def _signature(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None
 # --- the checks -------------------------------------------------------------------------------------------------
 
 
-def _checked(inputs: Inputs, options: Options, numbers: tuple[int, ...] | None) -> Call:
+def _checked(inputs: Inputs, options: Options, numbers: Ints | None) -> Call:
     """What the caller chose, once all that can be wrong with it was looked at. ``numbers``: those of ``cu_seqlens``."""
     pattern, first, total = options.pattern, 0, 0
     scale, dropout_p = check_options(options)
@@ -241,7 +241,7 @@ def check_packed(inputs: Inputs) -> None:
         raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
 
 
-def cu_seqlens_on_host(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
+def cu_seqlens_on_host(given: CuSeqlens, name: str = "cu_seqlens") -> Tensor:
     """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
     wanted = f"{name} must be a list of whole numbers, or an integer tensor of one dimension"
     if isinstance(given, Tensor):
@@ -253,13 +253,13 @@ def cu_seqlens_on_host(given: Sequence[int] | Tensor, name: str = "cu_seqlens") 
     return torch.tensor(given, dtype=torch.int64)
 
 
-def check_cu_seqlens_end(cu_seqlens: tuple[int, ...], tokens: int) -> None:
+def check_cu_seqlens_end(cu_seqlens: Ints, tokens: int) -> None:
     """Raise if packed sequences do not end where the shards of all ranks end."""
     if cu_seqlens and cu_seqlens[-1] != tokens:
         raise ValueError(f"cu_seqlens ends with {cu_seqlens[-1]}, and all ranks together have {tokens} tokens")
 
 
-def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:
+def check_total_length(total: int | None, lengths: Ints) -> None:
     """Raise if shards of these lengths do not make up a sequence of ``total`` tokens."""
     if total is not None and sum(lengths) != total:
         whole = "every rank seems to have passed the whole sequence: " if set(lengths) == {total} else ""

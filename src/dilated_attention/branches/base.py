@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from dilated_attention.checks import check_int
+from dilated_attention.checks import Ints, check_int
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -207,7 +207,7 @@ class Branch:
     heads: Iterable[int] | None = None
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def members(self) -> Ints:
         """The heads, of a branch that names them."""
         return tuple(self.heads or ())
 
@@ -254,7 +254,7 @@ class Branch:
         return None
 
 
-def rising(name: str, values: Iterable[int]) -> tuple[int, ...]:
+def rising(name: str, values: Iterable[int]) -> Ints:
     """Numbers that a user lists, each once."""
     if isinstance(values, (str, bytes, Tensor)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, got {values!r}")

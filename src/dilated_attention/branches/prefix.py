@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches.base import Branch, Kept, Rect, Rows, in_order, rising, rows_at
-from dilated_attention.checks import check_int
+from dilated_attention.checks import Ints, check_int
 
 MOST_PARTS = 64  # rectangles that are left of one
 
@@ -120,7 +120,7 @@ class Global(Branch):
 
 
 @functools.lru_cache(maxsize=64)
-def _listed(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+def _listed(tokens: Ints, device: torch.device) -> Tensor:
     """Copied once: while a CUDA graph is captured, nothing may be."""
     with torch.inference_mode(False):
         return torch.tensor(tokens, device=device)

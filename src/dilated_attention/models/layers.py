@@ -19,18 +19,15 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import accumulate_dtype
+from dilated_attention.call import CuSeqlens, accumulate_dtype
 from dilated_attention.checks import check_int, checked_probability
-from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.context_parallel import ContextParallel, Over
 from dilated_attention.distributed.group import wire_device
-from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, computed_dtype
 from dilated_attention.ring.run import Ranks
-
-CuSeqlens = Sequence[int] | Tensor
-Over = Group | ContextParallel | None  # the ranks of which each has a shard of every sequence
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention import functional
-from dilated_attention.call import checked_cu_seqlens
+from dilated_attention.call import CuSeqlens, checked_cu_seqlens
+from dilated_attention.context_parallel import Over
 from dilated_attention.models import generate, weights
-from dilated_attention.models.layers import CuSeqlens, Over, Sequences, attend_each, mean_of, process_group
+from dilated_attention.models.layers import Sequences, attend_each, mean_of, process_group
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.resolve import cu_seqlens_on_host

@@ -7,7 +7,6 @@ Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention.autograd import once
 from dilated_attention.backends.losses import losses_
-from dilated_attention.call import accumulate_dtype, checked_cu_seqlens
+from dilated_attention.call import CuSeqlens, accumulate_dtype, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.resolve import computed_dtype, cu_seqlens_on_host
 
@@ -67,7 +66,7 @@ def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk:
         return function.apply(states.to(dtype).flatten(0, -2), weight.to(dtype), labels, chunk)
 
 
-def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> Tensor:
+def shifted(tokens: Tensor, documents: CuSeqlens | None = None) -> Tensor:
     """Returns the label of each token (B, n): the next token, or -100 for the last one of a row or document.
 
     Shift labels before you shard a sequence: the label of a shard's last token is on the next rank. ``documents`` is

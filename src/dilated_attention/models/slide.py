@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import check_flag, check_int, checked_probability, checked_scale
+from dilated_attention.context_parallel import Over
 from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Over, Sequences, mean_of, process_group, stacked
+from dilated_attention.models.layers import Sequences, mean_of, process_group, stacked
 from dilated_attention.models.positions import TileSize
 from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.resolve import Options, check_options

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from dilated_attention.checks import check_int
-from dilated_attention.context_parallel import ContextParallel, Exchange
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.context_parallel import ContextParallel, Exchange, Over
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
@@ -45,7 +44,7 @@ class RingDilatedAttention(DilatedAttention):
     def __init__(
         self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, dropout: float = 0.0,
         ring_size: int | None = None, use_checkpointing: bool | None = None, *,
-        group: Group | ContextParallel | None = None, softmax_scale: float | None = None,
+        group: Over = None, softmax_scale: float | None = None,
         **options: Unpack[ModuleOptions],
     ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
@@ -73,7 +72,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     def __init__(
         self, embed_dim: int, num_heads: int, segment_lengths: Lengths = None, dilation_rates: Lengths = None,
         dropout: float = 0.0, bias: bool = True, layer_norm: bool = True, ring_size: int | None = None,
-        use_checkpointing: bool | None = None, *, group: Group | ContextParallel | None = None,
+        use_checkpointing: bool | None = None, *, group: Over = None,
         **options: Unpack[MultiheadOptions],
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
@@ -81,7 +80,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def module_ranks(
-    group: Group | ContextParallel | None, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange,
+    group: Over, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange,
     name: str = "",
 ) -> Ranks:  # fmt: skip
     """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import Block, Packed, View, head_runs
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped, rows_at
@@ -127,7 +127,7 @@ class AllToAll(ParallelCall):
                 elif member != self.rank == bundle.target:
                     self.rows_here.setdefault(member, []).append(rows)
 
-    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+    def forward(self, work: Work) -> Pair:
         fields, own = self.fields.inputs, own_tensors(work)
         pending = self.send("forward", fields, own)
         out, lse = work.forward()

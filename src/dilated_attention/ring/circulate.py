@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import Away, View, away
 from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
@@ -30,8 +30,10 @@ class Step(NamedTuple):
     """What one step is about, by the other rank."""
 
     readers: dict[int, tuple[View, ...]]  # this rank's rows that each of them needs
-    owners: dict[int, tuple[View, ...]]  # their rows that this rank needs,
-    blocks: dict[int, tuple[Away, ...]]  # with the blocks of its queries
+    owners: dict[int, tuple[Away, ...]]  # their rows that this rank needs, with the blocks of its queries
+
+
+NO_STEP = Step({}, {})
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,13 +48,9 @@ def steps_of(call: Call, shards: Shards, is_ring: bool, rank: int) -> tuple[Step
     for places in [(place,) for place in range(1, size)] if is_ring else [range(1, size)]:
         readers = {(rank + place) % size: needs((rank + place) % size, rank) for place in places}
         owners = {(rank - place) % size: needs(rank, (rank - place) % size) for place in places}
-        readers, owners = ({peer: parts for peer, parts in x.items() if parts} for x in (readers, owners))
-        found.append(Step(rows_by_peer(readers), rows_by_peer(owners), owners))
+        rows = {reader: tuple(part.rows for part in parts) for reader, parts in readers.items() if parts}
+        found.append(Step(rows, {owner: parts for owner, parts in owners.items() if parts}))
     return tuple(found)
-
-
-def rows_by_peer(peers: dict[int, tuple[Away, ...]]) -> dict[int, tuple[View, ...]]:
-    return {peer: tuple(part.rows for part in parts) for peer, parts in peers.items()}
 
 
 Totals = dict[View, Tensor]  # sums in float32 of a tensor's rows
@@ -66,14 +64,15 @@ class Circulation(ParallelCall):
         self.steps = steps_of(self.call, self.shards, self.name == "ring", self.rank)
         self.keys_follow = any(step.owners for step in self.steps)
 
-    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+    def forward(self, work: Work) -> Pair:
         arriving = self.arriving("forward", work)
         next(arriving)
         out, lse = work.forward()
         for step, messages in zip(self.steps, arriving, strict=True):
             for owner, message in messages.items():
-                arrived = unpack(message, step.owners[owner], self.fields.blocks)
-                for part, tensors in zip(step.blocks[owner], arrived, strict=True):
+                parts = step.owners[owner]
+                arrived = unpack(message, [part.rows for part in parts], self.fields.blocks)
+                for part, tensors in zip(parts, arrived, strict=True):
                     for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors), None, part.packed):
                         here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
                         merge_(here, here_lse, seen, seen_lse)
@@ -85,10 +84,10 @@ class Circulation(ParallelCall):
         next(arriving)
         grads = work.backward(results)
         totals: tuple[Totals, Totals, Totals] = {}, {}, {}
-        before: tuple[Step, Pending | None] = Step({}, {}, {}), None
+        before: tuple[Step, Pending | None] = NO_STEP, None
         for number, (step, messages) in enumerate(zip(self.steps, arriving, strict=True), 1):
             sums = {
-                owner: self.gradients(work, results, step.blocks[owner], message, totals[0])
+                owner: self.gradients(work, results, step.owners[owner], message, totals[0])
                 for owner, message in messages.items()
             }
             self.take_sums(*before, totals)
@@ -111,14 +110,15 @@ class Circulation(ParallelCall):
         packed: dict[tuple[View, ...], Tensor] = {}  # the last message: the next one may be equal
 
         def post(number: int) -> Pending | None:
-            readers, owners, _ = self.steps[number] if number < len(self.steps) else Step({}, {}, {})
+            readers, owners = self.steps[number] if number < len(self.steps) else NO_STEP
             sends = {}
             for reader, parts in readers.items():
                 if parts not in packed:
                     packed.clear()
                     packed[parts] = pack([rows_of(own, rows, fields) for rows in parts], parts, fields)
                 sends[reader] = packed[parts]
-            return self.post(f"hop {number + 1} of the {direction} {self.name}", sends, sizes_of(owners, fields))
+            rows = {owner: [part.rows for part in parts] for owner, parts in owners.items()}
+            return self.post(f"hop {number + 1} of the {direction} {self.name}", sends, sizes_of(rows, fields))
 
         pending = post(0)
         yield {}

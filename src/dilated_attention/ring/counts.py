@@ -19,6 +19,7 @@ from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import Rows
 from dilated_attention.branches.union import Part, count_pairs, moved_to
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.messages import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
@@ -71,7 +72,7 @@ def rows_needed(call: Call, shards: Shards) -> Needs:
     rows = torch.zeros(size, size, dtype=torch.int64, device="cpu")
     needs = Needs(rows, rows.new_zeros(size), rows.new_zeros(size))
     for index in range(len(call.branches)):
-        known: dict[tuple[int, ...], Needs] = {}
+        known: dict[Ints, Needs] = {}
         branch = segmented(call, index)
         for zone in shared_zones(shards, branch):
             ranks, cut = shards.cut(*zone)
@@ -96,7 +97,7 @@ def shared_zones(shards: Shards, branch: Dilated | None) -> list[tuple[int, int]
     return sorted(zone for zone in zones if len(shards.holders(*zone)) > 1)
 
 
-def _in_segment(call: Call, index: int, branch: Dilated, cut: tuple[int, ...]) -> Needs:
+def _in_segment(call: Call, index: int, branch: Dilated, cut: Ints) -> Needs:
     """A segment that is cut at these tokens: all that hold rows of it, or when causal all before, are needed."""
     starts, size = torch.tensor(cut, device="cpu"), len(cut) - 1
     needs = Needs(starts.new_zeros(size, size), *starts.new_zeros(2, size))
@@ -115,7 +116,7 @@ def _in_segment(call: Call, index: int, branch: Dilated, cut: tuple[int, ...]) -
     return needs
 
 
-def _in_sequence(call: Call, index: int, cut: tuple[int, ...]) -> Needs:
+def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
     shards, n = Shards(cut, (0, cut[-1])), cut[-1]
     starts = torch.tensor(cut, device="cpu")
@@ -140,23 +141,19 @@ class OfQueries(NamedTuple):
 
     pairs: int
     seeing: int  # queries that see keys before or after all of them
-    lanes: list[tuple[int, int, int, int]]  # and those keys, each once: start, step, length, and of how many heads
+    lanes: list[Ints]  # and those keys, each once: start, step, length, and of how many heads
 
 
 def _of_queries(call: Call, index: int, first: int, stop: int, n: int) -> OfQueries:
     """Far from the beginning it is the same as near to it."""
     shift, length = moved_to(call.branches[index], call.branches, range(first, stop), n)
     found = _near(call, index, range(first - shift, stop - shift), length)
-    return (
-        found._replace(lanes=[(start + shift, step, rows, times) for start, step, rows, times in found.lanes])
-        if shift
-        else found
-    )
+    return found._replace(lanes=[(start + shift, *others) for start, *others in found.lanes])
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
-    pairs, seeing, lanes = 0, 0, []
+    pairs, seeing, lanes = 0, 0, list[Ints]()
     for head, times in kinds_of_heads(call, index) if queries else ():
         parts = list(call.parts(index, head - call.first_head, queries, n))
         here, keys = _beyond(parts, queries, n)
@@ -188,7 +185,7 @@ def _beyond(parts: list[Part], queries: range, n: int) -> tuple[int, list[Rows]]
 @functools.lru_cache(maxsize=256)
 def kinds_of_heads(call: Call, index: int) -> tuple[tuple[int, int], ...]:
     """One of each kind of heads that see the same in a branch, and how many there are."""
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[Ints, int] = {}
     found: Counter[int] = Counter()
     for head, offset in call.placed(index):
         is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
@@ -213,14 +210,14 @@ def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _pairs(call: Call, index: int, cut: tuple[int, ...]) -> Tensor:
+def _pairs(call: Call, index: int, cut: Ints) -> Tensor:
     """Of the queries of a sequence, where it is cut at these tokens."""
     each = [_of_queries(call, index, *some, cut[-1]).pairs for some in itertools.pairwise(cut)]
     return torch.tensor(each, dtype=torch.int64, device="cpu")
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _pairs_in_segments(call: Call, index: int, branch: Dilated, cut: tuple[int, ...]) -> Tensor:
+def _pairs_in_segments(call: Call, index: int, branch: Dilated, cut: Ints) -> Tensor:
     """The same, of a branch whose segments are like sequences of their own."""
     tokens = torch.tensor(cut, device="cpu")
     width, found = branch.length, tokens.new_zeros(len(cut) - 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import View
 from dilated_attention.call import accumulate_dtype
+from dilated_attention.checks import Ints
 
 
 class Field(NamedTuple):
@@ -24,7 +25,7 @@ class Field(NamedTuple):
 
     dtype: torch.dtype
     heads: int = 1
-    sizes: tuple[int, ...] = ()
+    sizes: Ints = ()
 
     def bytes_per_row(self) -> int:
         return self.heads * math.prod(self.sizes) * self.dtype.itemsize

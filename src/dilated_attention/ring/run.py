@@ -23,12 +23,12 @@ from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import Choice, choose
-from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.call import Call
-from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.checks import Ints
+from dilated_attention.context_parallel import ContextParallel, Over
 from dilated_attention.distributed.agreement import Agreement, ask, telling
 from dilated_attention.distributed.group import GroupTransport, Stats, telling_device
-from dilated_attention.distributed.sequence import Group
 from dilated_attention.resolve import check_cu_seqlens_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll, can_deal
 from dilated_attention.ring.circulate import Circulation
@@ -50,7 +50,7 @@ class Ranks:
     stats: Stats = field(default_factory=Stats)
 
     @classmethod
-    def of(cls, group: Group | ContextParallel | None) -> Ranks | None:
+    def of(cls, group: Over) -> Ranks | None:
         """Those that a function is given as ``group=``."""
         if group is None:
             return None
@@ -98,14 +98,14 @@ class Ranks:
         return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else ranks}"
 
 
-def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
         return torch.compiler.disable(_attend)(inputs, call, ranks)  # type: ignore[no-any-return, no-untyped-call]
     return _attend(inputs, call, ranks)
 
 
-def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
     parallel = ranks.parallel
     with telling_ranks(ranks, inputs.q):
@@ -191,7 +191,7 @@ class _Seen:
 
     checks: int = 0
     calls: int = 0  # that all ranks agreed on, checked or not
-    lengths: set[tuple[int, ...]] = field(default_factory=set)  # of all shards
+    lengths: set[Ints] = field(default_factory=set)  # of all shards
 
 
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
@@ -222,9 +222,7 @@ class Checks:
         if self.is_due:
             self.ask(call, fields)
 
-    def agree(
-        self, fields: Mapping[str, object], length: int, seed: Tensor | None
-    ) -> tuple[tuple[int, ...], Tensor | None]:
+    def agree(self, fields: Mapping[str, object], length: int, seed: Tensor | None) -> tuple[Ints, Tensor | None]:
         """The lengths of all shards and rank 0's seed."""
         rank = self.transport.rank
         if self.is_due:
@@ -273,7 +271,7 @@ class _Parallel(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall,
         choice: Choice, checks: Checks,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Pair:  # fmt: skip
         with way.transport.closed_on_error():
             out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way, choice)
         ctx.save_for_backward(q, k, v, padding, seed, out, lse, *way.kept)

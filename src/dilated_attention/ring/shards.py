@@ -9,16 +9,18 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
+from dilated_attention.checks import Ints
+
 
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The lengths of all ranks' shards, in the order of the tokens."""
 
-    starts: tuple[int, ...]  # one more than ranks: the last is the number of tokens
-    cu_seqlens: tuple[int, ...]  # of the sequences that are packed, or of the one that there is
+    starts: Ints  # one more than ranks: the last is the number of tokens
+    cu_seqlens: Ints  # of the sequences that are packed, or of the one that there is
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], cu_seqlens: tuple[int, ...] = ()) -> Shards:
+    def of(cls, lengths: Ints, cu_seqlens: Ints = ()) -> Shards:
         starts = tuple(itertools.accumulate(lengths, initial=0))
         return cls(starts, cu_seqlens or (0, starts[-1]))
 
@@ -51,7 +53,7 @@ class Shards:
             return range(0)
         return range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
 
-    def cut(self, start: int, stop: int) -> tuple[range, tuple[int, ...]]:
+    def cut(self, start: int, stop: int) -> tuple[range, Ints]:
         """The ranks that hold [start, stop), and where their shards cut it, counted from its start."""
         ranks = self.holders(start, stop)
         borders = self.starts[ranks.start : ranks.stop + 1]

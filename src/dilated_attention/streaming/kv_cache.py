@@ -24,7 +24,7 @@ from dilated_attention import autograd, blocks
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Backend, choose
-from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.backends.tensors import finished, no_autocast, readable, seems_finite, without_infinity
 from dilated_attention.blocks import View
 from dilated_attention.branches import Dense
@@ -35,7 +35,6 @@ from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.slots import Slot, Table, tables_of
 
-Pair = tuple[Tensor, Tensor]  # out and lse
 DENSE = Pattern([Dense()])  # of all rows that are not hidden
 
 
@@ -195,7 +194,7 @@ class KVCache:
         """The kept rows of a view of all earlier tokens, (2, b, L, h, D)."""
         parts, order = [], list[int]()
         for table, x in zip(self.tables, self.rows, strict=True):
-            mine = [i for i in range(view.heads) if view.head + i * view.head_step in table.heads]
+            mine = [i for i, head in enumerate(view.numbers) if head in table.heads]
             if mine:
                 place, slot = table.slots_of(view, branch, mine)
                 some = x[:, samples][:, view.sample : view.sample + view.samples, place, slot]

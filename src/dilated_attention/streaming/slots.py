@@ -98,21 +98,19 @@ class Table:
     def slots_of(self, view: View, branch: int, mine: list[int]) -> tuple[slice | Tensor, slice | Tensor]:
         """Rows of a branch, as a view of all tokens: of some of its heads the places here, and the slots. As slices if
         all heads have the same slots, in one stretch; else as (h, 1, 1) and (h, segments, rows)."""
-        number, starts = [*self.branches].index(branch), []
-        places = [self.heads.index(view.head + i * view.head_step) for i in mine]
-        for i, place in zip(mine, places, strict=True):
-            one = self.listed[place][number]
-            starts.append((view.token + i * view.token_step - one.offset) % one.period)
-        begin, rows, segments = sum(self.sizes[:number]), view.row_step * view.rows, view.segments
-        heads = in_order(places)
-        if segments == len(heads) == len(set(starts)) == 1 and starts[0] + rows - view.row_step < one.period:
-            first = begin + starts[0] // one.step
-            step = view.row_step // one.step
-            return slice(places[0], places[-1] + 1, heads[0].step), slice(first, first + rows // one.step, step)
-        start, at = (torch.tensor(some, device=self.head.device)[:, None, None] for some in (starts, places))
-        segment, row = (torch.arange(size, device=at.device) for size in (segments, view.rows))
-        token = start + segment[:, None] * view.segment_step + row * view.row_step
-        return at, begin + token % one.period // one.step
+        number = [*self.branches].index(branch)
+        places = [self.heads.index(view.numbers[i]) for i in mine]
+        kept = [self.listed[place][number] for place in places]
+        (_, step, period, *_), begin, (heads, *others) = kept[0], sum(self.sizes[:number]), in_order(places)
+        starts = {(view.token + i * view.token_step - one.offset) % period for i, one in zip(mine, kept, strict=True)}
+        (start, *more), rows = starts, view.row_step * view.rows
+        if view.segments == 1 and not others and not more and start + rows - view.row_step < period:
+            first = begin + start // step
+            slots = slice(first, first + rows // step, view.row_step // step)
+            return slice(places[0], places[-1] + 1, heads.step), slots
+        place = torch.tensor(places, device=self.head.device)[:, None, None]
+        token = view.positions(place.device)[:, :, mine].permute(2, 0, 1) - self.kept.offset[place, number]
+        return place, begin + token % period // step
 
 
 @functools.lru_cache(maxsize=32)

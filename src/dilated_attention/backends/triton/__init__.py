@@ -14,9 +14,7 @@ import functools
 import importlib
 from typing import Any
 
-from torch import Tensor
-
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.backends.triton import dispatch
 from dilated_attention.backends.triton.dispatch import INSTALLED, preference, unsupported
 from dilated_attention.call import Call
@@ -37,7 +35,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward_call(call: Call, inputs: Inputs) -> Pair:
     return _module("decode" if call.is_decode else "whole_call").forward(call, inputs)  # type: ignore[no-any-return]
 
 

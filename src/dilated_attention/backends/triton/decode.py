@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
-from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
 from dilated_attention.backends.triton.endless import ENDLESS, EndlessRect, endless
 from dilated_attention.call import Call, sample_ends
@@ -35,7 +34,7 @@ class DecodeConfig(NamedTuple):
     stages: int = 2
 
 
-def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> Pair:
     """(out, lse). k and v may have another dtype than q."""
     padding, positions = inputs.padding, inputs.positions
     q, k, v = inputs.q.resolve_neg(), inputs.k.resolve_neg(), inputs.v.resolve_neg()

@@ -21,6 +21,7 @@ from dilated_attention.backends.triton import strips
 from dilated_attention.backends.triton.endless import too_many
 from dilated_attention.backends.triton.nesting import groups
 from dilated_attention.call import ON_DEVICE, Call
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern
 
 KERNELS = ("forward", "dq", "dkdv")
@@ -159,7 +160,7 @@ class TileConfig(NamedTuple):
     stages: int
     registers: int = 0  # that a thread may have at most, so that more programs share a processor; 0: any number
 
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> Ints:
         """As they are written down."""
         return self[:5] if self.registers else self[:4]
 

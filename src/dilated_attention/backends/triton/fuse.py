@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dilated_attention.backends.triton.fuse_kernel import Shape, merge_kernel, put_kernel
 from dilated_attention.backends.triton.launch import Launch
+from dilated_attention.checks import Ints
 
 BLOCK = 4096  # numbers in a program: many programs a processor, each with loads enough to wait for
 PER_WARP = 1024
@@ -56,8 +57,8 @@ def _about(x: Tensor) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    kernel: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, _: Any,
-    part_strides: tuple[int, ...], part_dtype: torch.dtype, part_device: torch.device, flag: bool,
+    kernel: Any, shape: Ints, strides: Ints, dtype: torch.dtype, device: torch.device, _: Any,
+    part_strides: Ints, part_dtype: torch.dtype, part_device: torch.device, flag: bool,
     is_number: bool = False, numbers: tuple[Any, ...] = (),
 ) -> Launch:  # fmt: skip
     """A launch for tensors of this kind. (Triton itself would look at all of a launch's arguments each time.)"""

@@ -24,6 +24,7 @@ from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 
 LOG2E = 1.4426950408889634
 FLOAT = torch.float32
@@ -33,7 +34,7 @@ KERNELS: dict[str, tuple[Any, str]] = {  # and the tensors that each takes
     "dkdv": (dkdv_kernel, "q k v dout stats dk dv padding seed"),
 }
 
-Strides = tuple[tuple[int, ...], ...]  # of q, k and v, and of dout in the backward pass
+Strides = tuple[Ints, ...]  # of q, k and v, and of dout in the backward pass
 
 
 def prepare(

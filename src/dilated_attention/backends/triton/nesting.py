@@ -13,6 +13,7 @@ import torch
 
 from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested, rows_of
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern
 
 ENOUGH_BYTES = 256 << 20  # of out in float32 between launches: tiles of fewer heads may leave processors idle
@@ -46,12 +47,12 @@ def heads_at_once(call: Call) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> tuple[tuple[int, ...], ...]:
+def groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> tuple[Ints, ...]:
     """Branches that go into one table each: those that are nested, where the rule allows it and it is less work.
 
     ``alone``: every branch needs a table of its own.
     """
-    found: list[tuple[int, ...]] = []
+    found: list[Ints] = []
     for branch in sorted(range(len(pattern.branches)), key=lambda i: pattern.branches[i][::-1]):
         if found and not alone and pattern.head_rule.nests and _joins(pattern, found[-1], branch, is_causal):
             found[-1] += (branch,)
@@ -60,12 +61,12 @@ def groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> tuple[tuple
     return tuple(found)
 
 
-def _numbers(pattern: DilatedPattern, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _numbers(pattern: DilatedPattern, group: Ints) -> tuple[Ints, Ints]:
     """The lengths of some branches, and their rates."""
     return tuple(pattern.segment_lengths[i] for i in group), tuple(pattern.dilation_rates[i] for i in group)
 
 
-def _joins(pattern: DilatedPattern, group: tuple[int, ...], branch: int, is_causal: bool) -> bool:
+def _joins(pattern: DilatedPattern, group: Ints, branch: int, is_causal: bool) -> bool:
     widths, rates = _numbers(pattern, (*group, branch))
     if not are_nested(widths, rates) or widths[-1] // widths[0] * rates[-1] > MOST_TILES:
         return False
@@ -73,7 +74,7 @@ def _joins(pattern: DilatedPattern, group: tuple[int, ...], branch: int, is_caus
     return _work(widths, rates, is_causal) <= apart + _work(widths[-1:], rates[-1:], is_causal)
 
 
-def _work(widths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool) -> float:
+def _work(widths: Ints, rates: Ints, is_causal: bool) -> float:
     """How many pairs of tiles a table of nested branches has, nearly: rows of one kind fill their tiles or not."""
     total = 0.0
     kinds = Counter((step, level) for _, step, level in rows_of(rates, 0)).items()

@@ -23,6 +23,7 @@ from dilated_attention.backends.triton.tiling import Array, Nests
 from dilated_attention.branches import Blocks
 from dilated_attention.branches.base import Rect, Rows, grouped
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern
 
 NONE = 2**30  # a limit that is none
@@ -107,7 +108,7 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
         alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.length
         together.setdefault((alike, *rect[2:]), []).append(rect)
     taken: list[list[Rect]] = []
-    strips: dict[Hashable, tuple[int, Rect, list[tuple[int, ...]], list[tuple[int, ...]]]] = {}
+    strips: dict[Hashable, tuple[int, Rect, list[Ints], list[Ints]]] = {}
     for number, some in enumerate(together.values()):
         longest = max(some, key=lambda rect: rect.queries.length)
         turn = next((i for i, others in enumerate(taken) if not _meets(longest, others)), len(taken))

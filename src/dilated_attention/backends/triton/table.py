@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from dilated_attention.backends.triton.strips import NONE, Piece, Strip, Strips, pieces
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, tiles_of, tiling
+from dilated_attention.checks import Ints
 
 NEVER = 2**31 - 1  # the first program of nothing
 LANES = 128  # sections that a program looks at together, where sequences are packed
@@ -30,7 +31,7 @@ class Demand(NamedTuple):
 
     nests: Nests | Strips
     samples: int
-    cu_seqlens: tuple[int, ...]
+    cu_seqlens: Ints
     group: int  # programs for each tile of a key/value head: its query heads, or 1
     own: int
     other: int
@@ -192,7 +193,7 @@ Section = namedtuple(
 
 
 @functools.lru_cache(maxsize=16)  # other kernels of the call ask again
-def _stretches(width: int, cu_seqlens: tuple[int, ...]) -> tuple[Array, tuple[int, ...], Array]:
+def _stretches(width: int, cu_seqlens: Ints) -> tuple[Array, Ints, Array]:
     """The whole periods of each sequence, and its tail if there is one: the second to sixth numbers of a section. The
     longest first, so that all processors have work up to the end. And the lengths that there are, with that of each."""
     begin, end = np.array([cu_seqlens[:-1], cu_seqlens[1:]])
@@ -206,9 +207,7 @@ def _stretches(width: int, cu_seqlens: tuple[int, ...]) -> tuple[Array, tuple[in
     return found, tuple(lengths.tolist()), which
 
 
-def _placed(
-    parts: list[Tiling], nest: Nest, offsets: tuple[int, ...], lengths: tuple[int, ...], demand: Demand
-) -> Array:
+def _placed(parts: list[Tiling], nest: Nest, offsets: Ints, lengths: Ints, demand: Demand) -> Array:
     """Of each length: the first tile, tiles, and tiles from one offset to the next. What it needs is added to parts."""
     found = np.empty((3, len(lengths)), np.int64)
     tails = len(lengths) - (lengths[-1] == nest.widths[-1])  # which seldom come again, unlike a period

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.checks import Ints
+
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
 FEW = 1 << 17  # rows that are met: more are looked through on the device
 
@@ -33,10 +35,10 @@ class Nest(NamedTuple):
     """Branches that some key/value heads run in one table."""
 
     branch: int  # the first
-    widths: tuple[int, ...]
-    rates: tuple[int, ...]
+    widths: Ints
+    rates: Ints
     head: int  # the first head, counted from those here
-    offsets: tuple[int, ...]  # of each head
+    offsets: Ints  # of each head
 
 
 Nests = tuple[Nest, ...]  # of one launch: no two of them have a row in common
@@ -56,13 +58,13 @@ class Tiling(NamedTuple):
     counts: Array  # how many of the T tiles each period has, in their order
 
 
-def are_nested(widths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
+def are_nested(widths: Ints, rates: Ints) -> bool:
     """Whether these branches can be one table, if each head's offset is the same number modulo every rate."""
     pairs = [*itertools.pairwise(widths), *itertools.pairwise(rates)]
     return all(after % before == 0 for before, after in pairs) and all(width % rates[-1] == 0 for width in widths)
 
 
-def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
+def rows_of(rates: Ints, offset: int) -> list[tuple[int, int, int]]:
     """(start, step, level) of a head's rows: positions start mod step, which are in the branches 0 to level."""
     found = []
     for level, (rate, after) in enumerate(itertools.pairwise(rates)):
@@ -74,7 +76,7 @@ LIMITS: dict[str, tuple[int | None, int | None]] = {"all": (None, None), "earlie
 
 
 def tiling(
-    widths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], own: int,
+    widths: Ints, rates: Ints, offsets: Ints, lengths: Ints, own: int,
     other: int, sees: str = "all", device: torch.device = CPU,
 ) -> Tiling:  # fmt: skip
     """The tiles of nested branches in periods of so many tokens; positions count from each period's start.
@@ -106,7 +108,7 @@ def tiling(
     return tiles_of(rows, rows_met, *LIMITS[sees], own, other)._replace(counts=counts)
 
 
-def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, Array, Array, Array]:
+def _regions(widths: Ints, length: Array, sees: str) -> tuple[Array, Array, Array, Array]:
     """Which period each segment of the first branch is in, (S,), and the tokens that its rows meet: first and last of
     their own segment, then of what each further branch adds before and after it, (G, S), and that branch, (G,)."""
     period, number = (x.numpy() for x in counted(torch.from_numpy(-(-length // widths[0]))))

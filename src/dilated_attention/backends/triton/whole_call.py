@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.backends.triton import dispatch, fuse, launch, nesting, strips
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Strides
@@ -34,12 +34,12 @@ class Prepared(NamedTuple):
         return sum(launch.nbytes for launch in self.launches)
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs) -> Pair:
     out, lse = _unrounded(call, inputs)
     return out if out.dtype is call.dtype else out.to(call.dtype), lse
 
 
-def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tensor, Tensor]:
+def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> Pair:
     """The results, out maybe in float32."""
     q, k, v = _readable(*inputs[:3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -72,7 +72,7 @@ def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tenso
     return out, lse
 
 
-def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) -> Pair:
     """The same call in parts, each of some of the heads. (A backward pass has no parts.)"""
     out, group = _empty_like(inputs.q, call.dtype), call.q_per_kv
     for first in range(0, call.kv_heads, most):
