@@ -33,7 +33,7 @@ def model_of(**changes: Any) -> LongNetLM:
     return LongNetLM(LMConfig(**sizes), dtype=torch.float64)
 
 
-def found(model: LongNetLM, checkpointing: bool, length: int = TOKENS) -> tuple[Any, ...]:
+def found(model: LongNetLM, checkpointing: bool | int, length: int = TOKENS) -> tuple[Any, ...]:
     """The loss, and the gradients of all weights; always with the same numbers drawn."""
     torch.manual_seed(3)
     tokens = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,7 @@ class LongNetLM(Trunk):
     """A decoder-only language model with dilated attention. ``config``: for example ``LMConfig.of("125M", pattern)``.
 
     Its blocks are those of MAGNETO (sub-layer norm) unless the config says otherwise. ``checkpointing``, an attribute,
-    computes each block again in the backward pass.
+    computes each block again in the backward pass: True, a number of bytes for attention that is kept, or "auto".
 
     Examples:
         >>> from dilated_attention.models import LMConfig, LongNetLM

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
 from dilated_attention.functional import with_sinks
+from dilated_attention.models.kept import Kept, Room, layers_kept
 from dilated_attention.models.parts import Tensors, in_parts, is_long
 from dilated_attention.pattern import DilatedPattern, Pattern
 
@@ -339,7 +340,10 @@ class Trunk(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.checkpointing = False  # compute each block again in the backward pass, instead of keeping what it needs
+        # True: compute each block again in the backward pass, instead of keeping what it needs. A number of bytes, or
+        # "auto" on a GPU: the same, but out and lse of attention are kept for as many blocks as there is room
+        self.checkpointing: bool | int | Literal["auto"] = False
+        self._room = Room()
         self.checkpoint: Callable[..., Any] = checkpointed
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
@@ -368,12 +372,18 @@ class Trunk(nn.Module):
             x = self.embed(x) * self.scale
         base = self.config.rotary_base
         waves = () if base is None else rotary(positions, self.config.head_dim, base, x.dtype)
-        again = self.checkpointing and torch.is_grad_enabled()
+        again = self.checkpointing is not False and torch.is_grad_enabled()
+        kept = layers_kept(self.checkpointing, self._room, x, self.config) if again else 0
         for number, (block, attend) in enumerate(zip(self.blocks, attends, strict=True), start=1):
             # When the backward pass comes to the late blocks, the inputs of almost all blocks are still kept: memory is
             # shortest then. It begins with the last one, which would be computed again at once.
             is_late = number > len(self.blocks) * 3 // 4
             may_cut = again and not is_random(block)  # a part that is computed again would draw other random numbers
             run = partial(self.checkpoint, block) if again and number < len(self.blocks) else block
-            x = run(x, waves, attend, may_cut, is_late, apart)
+            if len(self.blocks) > number >= len(self.blocks) - kept:  # the late ones, which are needed first
+                x = run(x, waves, Kept(attend), may_cut, is_late, True)
+            else:
+                x = run(x, waves, attend, may_cut, is_late, apart)
+            if number == 1 and again and self.checkpointing == "auto":
+                self._room.watch(x)
         return self.norm(x)  # type: ignore[no-any-return]

@@ -107,6 +107,7 @@ SIZES: dict[str, dict[str, tuple[DilatedPattern, tuple[int, ...]]]] = {  # patte
 }
 MOST_DENSE = 1 << 19  # tokens: beyond, a step with dense attention takes minutes
 COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
+KEPT = "longnet, attention kept"  # by checkpointing, where there is room
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "kv_heads": 4, "vocab_size": 256}  # on a CPU
 GENERATED = {"cuda": 1024, "cpu": 64}
@@ -173,11 +174,15 @@ def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: in
     if not session.rows_are_right("language model", out, qkv, pattern, True)[0]:
         return
     ways: dict[str, tuple[Attend, LMConfig]] = {"longnet": (longnet, config)}
+    if session.on_cuda and tokens == max(COMPILED):
+        ways[KEPT] = ways["longnet"]
     if pattern is LONG and tokens <= MOST_DENSE:
         ways["dense SDPA"] = dense, replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
     for is_compiled in (False, True)[: 1 + (tokens in COMPILED)]:
         for name, (attend, counted) in ways.items():
             model = model_of(session, size, pattern)
+            if name == KEPT:
+                model.checkpointing = "auto"
             step = training_step(model, tokens, attend, is_compiled)
             # with weights, and gradients of the step before
             peak = session.peak(step, 2 * sum(x.nbytes for x in model.parameters()))

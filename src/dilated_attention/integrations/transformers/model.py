@@ -163,7 +163,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        return self.lm.checkpointing
+        return self.lm.checkpointing is not False
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
@@ -210,7 +210,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         asked, trains = cache is not None or is_wanted, torch.is_grad_enabled()
         if group is not None and asked:
             raise ValueError(attention.ALONE)
-        if self.lm.checkpointing and trains and asked:
+        if self.gradient_checkpointing and trains and asked:
             held = 0 if cache is None else cache.get_seq_length()
             if isinstance(held, Tensor) or held:  # without its tokens, the answer would be another one
                 raise ValueError(
