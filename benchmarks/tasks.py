@@ -131,8 +131,8 @@ def config_of(run: Run, given: Any, small: int) -> LMConfig:
 
 def training_options(options: argparse.Namespace, seed: int, folder: str) -> argparse.Namespace:
     """Those of examples/train_lm.py. Nothing is saved before the end."""
-    given = {**MODEL, "device": None} | {name: getattr(options, name) for name in (*MODEL, "device")}
-    words = [str(word) for name, x in given.items() for word in (f"--{name}", x or MODEL.get(name)) if word is not None]
+    given = MODEL | {name: x for name in (*MODEL, "device") if (x := getattr(options, name)) is not None}
+    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     words += [f"--{name}" for name in SWITCHES if getattr(options, name)]
     words += ["--out", folder, "--rows", "1", "--save-every", str(sys.maxsize), "--seed", str(seed)]
     found = train_lm.arguments(["none", *words])

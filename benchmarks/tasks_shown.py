@@ -29,7 +29,7 @@ PICTURES = {
     "cost": "Recall, and bits per byte, against the pairs of attention",
     "recall": "Recall by distance, of models that were trained at the longest length",
     "position": "Bits by position",
-    "training": "Recall over the seconds of training",
+    "training": "Recall over the seconds of training, and over its tokens",
 }
 
 
@@ -200,10 +200,14 @@ def position(groups: Groups) -> Result:
 
 
 def training(groups: Groups) -> Result:
-    def points(run: Result) -> Iterable[tuple[float, float]]:
-        return [(seconds, hits) for seconds, _, _, hits in run["held_out_curve"]]
+    """At equal seconds, and at equal tokens."""
 
-    return lines(groups, points, {"title": "seconds of training"}, {"title": "recall"})
+    def points(at: int) -> Callable[[Result], list[tuple[float, float]]]:
+        return lambda run: [(one[at], one[3]) for one in run["held_out_curve"]]
+
+    axes = {0: {"title": "seconds of training"}, 1: {"title": "tokens of training", "axis": {"format": "~s"}}}
+    parts = [lines(groups, points(at), x, {"title": "recall"}) for at, x in axes.items()]
+    return {"hconcat": [{**part, "width": 300} for part in parts]}
 
 
 def colour(names: Iterable[str], legend: Any) -> Result:

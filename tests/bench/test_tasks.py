@@ -163,6 +163,14 @@ def test_bits_and_recall_are_those_of_a_direct_computation(folder: Path, expecte
         assert {one["from"] for one in told["recall"]} == {*tasks_data.octaves(int(window))}
 
 
+def test_models_are_those_that_are_registered() -> None:
+    """Without any option, as on a GPU."""
+    given = tasks.training_options(tasks.arguments(["run"]), 3, "out")
+    assert {name: getattr(given, name) for name in tasks.MODEL} == tasks.MODEL
+    assert (given.seed, given.seconds, given.shrink, given.rows) == (3, 100.0, 1, 1)
+    assert tasks.training_options(tasks.arguments(["run", "--lr", "0.5"]), 3, "out").lr == 0.5
+
+
 def test_a_call_goes_on_where_the_last_one_ended(
     folder: Path, expected: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
