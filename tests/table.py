@@ -272,11 +272,9 @@ def wanted(path: Path) -> list[Values]:
     ]
 
 
-@functools.cache
-def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
+def dealt(path: Path, seed: str, tries: int = 12) -> Iterator[dict[str, Any]]:
     """Each case is the best of some drawn ones that have the first pair or triple that is still missing."""
-    path, draw, found = PATHS[name], random.Random(name), []
-    missing = dict.fromkeys(wanted(path))  # in order, as every process must make the same cases
+    draw, missing = random.Random(seed), dict.fromkeys(wanted(path))  # in order: every process must make the same cases
     while missing:
         first = dict(next(iter(missing)))
         drawn = [
@@ -285,6 +283,11 @@ def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
         best = max(drawn, key=lambda values: len(missing.keys() & tuples(path, values)))
         for some in tuples(path, best):
             missing.pop(some, None)
-        device = "cuda" if path.on_gpu and not INTERPRETED else "cpu"
-        found.append(Case(name, len(found), device=device, **best))
-    return tuple(found)
+        yield best
+
+
+@functools.cache
+def cover(name: str) -> tuple[Case, ...]:
+    """The cases of a path."""
+    device = "cuda" if PATHS[name].on_gpu and not INTERPRETED else "cpu"
+    return tuple(Case(name, i, device=device, **values) for i, values in enumerate(dealt(PATHS[name], name)))

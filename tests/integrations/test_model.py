@@ -124,6 +124,8 @@ def test_embeddings_and_some_logits() -> None:
     [
         ({"output_hidden_states": True}, "cannot honour output_hidden_states"),
         ({"scaling": 1.0}, "cannot honour scaling"),
+        ({"is_causal": False}, "is_causal is False, and the mask of this model is not"),
+        ({"sliding_window": 4}, "cannot honour sliding_window"),
         ({"s_aux": torch.zeros(4)}, "cannot honour s_aux"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "must begin at 0 in each packed document"),

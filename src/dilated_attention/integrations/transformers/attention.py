@@ -6,6 +6,7 @@ the library has them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,20 +18,18 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import warn
 from dilated_attention.distributed.group import telling_device
 from dilated_attention.integrations.transformers.cache import DilatedLayer
-from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, OWN_WINDOW, Grid, taken
+from dilated_attention.integrations.transformers.config import ALL, is_first, pattern_of
+from dilated_attention.integrations.transformers.grid import Grid, taken
 from dilated_attention.models.lm import within
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host
 from dilated_attention.ring.run import Checks, Ranks
 
-NAME = "dilated"
 ALONE = "over a group, a model takes no attention_mask and no cache: shard_batch() makes what it takes"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
     "output_attentions": "output_attentions: the attention weights are never held in memory",
-    "sliding_window": f"sliding-window layers: {OWN_WINDOW}",
     "position_bias": "position biases",
     "cache": "a paged cache",
     "indices": "sparse attention by an indexer",
@@ -39,7 +38,8 @@ REFUSED = {
 JUMPS = "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass them with cu_seq_lens_q"
 BREAKS = (
     "position_ids must grow by 1 from token to token, and go on after those in the cache, which may hold some of these "
-    "tokens already; packed documents may begin again at 0 only without attention_mask and with use_cache=False"
+    "tokens already: call reset() on a cache before another text; packed documents may begin again at 0 only without "
+    "attention_mask and with use_cache=False; for a model that does not tell its masks of them, pass cu_seq_lens_q, too"
 )
 
 
@@ -48,44 +48,43 @@ def attention(
     dropout: float = 0.0, group: Any = None, watch: Any = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
-    options.setdefault("is_causal", getattr(module, "is_causal", True))
     kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
     looks = is_first(module)  # at what is in tensors, and at what is asked of the whole model
     if looks and not torch.compiler.is_compiling():
         if "attentions" in (output_capturing._active_collector.get() or ()):  # GPT-2 does not pass this option on
             options["output_attentions"] = True
-        if "position_ids" not in options:
+        if "position_ids" not in options and getattr(attention_mask, "is_causal", False):
             name = type(module).__name__
             warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
     if watch is not None:  # what `integrations.stored` passes to a model, and the model to each layer
         watch(module.layer_idx, *(x.transpose(1, 2) for x in (query, key, value)), scaling)
-    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
+    grid = read_grid(attention_mask, len(query), options, is_cached)
     if looks:
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, group)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
+    out, lse = attend(pattern_of(module, grid.own), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
         out, _ = functional.with_sinks(out, lse, options["s_aux"])
     return out.contiguous(), None
 
 
 def read_grid(
-    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, refused: dict[str, str] = REFUSED
+    mask: Any, samples: int, options: dict[str, Any], is_cached: bool, refused: dict[str, str] = REFUSED
 ) -> Grid:
     """The grid of a call, or an error if something is asked for that cannot be honoured."""
     for name, what in refused.items():
         if isinstance(given := options.get(name), Tensor) or given:
             raise ValueError(f"dilated attention cannot honour {what}")
-    if options.get("is_causal") is False:
-        raise ValueError(NOT_CAUSAL)
     if not isinstance(mask, Grid):
         raise ValueError(
             "dilated attention needs a mask of its own mask function: call register() before the model runs, and "
             "pass attention_mask as (batch, tokens)"
         )
+    if options.get("is_causal", mask.is_causal) != mask.is_causal:
+        raise ValueError(f"is_causal is {not mask.is_causal}, and the mask of this model is not: leave is_causal out")
     ends, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if ends is None and keys is None:
         return mask
@@ -96,7 +95,7 @@ def read_grid(
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
-    return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
+    return replace(mask, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
 
 
 def attend(
@@ -115,11 +114,15 @@ def attend(
             "attention_mask one column per token; if an earlier call was interrupted, make a new cache; with gradient "
             "checkpointing, train without one"
         )
-    if padding := grid.padding:
+    is_own = pattern.text == grid.own.text  # by their texts, which a compiler can compare
+    if grid.dropped and not is_own:
+        raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
+    padding, hidden = grid.placed if is_own and kept is None else grid.padding, None
+    if padding:
         order = padding.order if kept is None else padding.query_order  # a DilatedCache is given the new tokens alone
-        q, k, v = taken(q, padding.query_order), taken(k, order), taken(v, order)
+        q, k, v, hidden = taken(q, padding.query_order), taken(k, order), taken(v, order), padding.hidden
     if kept is not None:
-        if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
+        if kept.pattern.text != pattern.text:
             raise ValueError(
                 f"a layer has {pattern}, and that of the cache {kept.pattern}: make it with DilatedCache(model.config)"
             )
@@ -130,14 +133,19 @@ def attend(
         shape = q.shape
         positions = documents = None
         if grid.documents is not None:
+            documents, chunk = grid.documents, getattr(grid.own.listed[0], "length", 0)
+            if is_own and chunk and len(q) == 1:  # chunks do not begin anew in a document, as in the model
+                documents = torch.unique(torch.cat((documents, torch.arange(0, int(documents[-1]), chunk))))
             q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-            documents = grid.documents
         elif padding is None and grid.end is not None:
-            k, v = k[:, : grid.end], v[:, : grid.end]
+            end = grid.end - grid.dropped
+            k, v = k[:, :end], v[:, :end]
         elif grid.queries < keys:
-            positions = grid.first(q.device).expand(len(q)).contiguous()
+            start = grid.start - grid.dropped if padding is None else padding.before
+            positions = torch.as_tensor(start, device=q.device).expand(len(q)).contiguous()
         # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        inputs, options = Inputs(q, k, v, positions=positions), Options(pattern, True, scale, dropout_p, True)
+        inputs = Inputs(q, k, v, hidden, positions=positions)
+        options = Options(pattern, grid.is_causal, scale, dropout_p, True)
         out, lse = functional.attend(inputs, options, Ranks.of(group), documents, warns=False)
         out, lse = out.view(shape), lse.view(shape[:3])
     if padding:
@@ -162,7 +170,9 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
         return
     counted = grid.positions(samples, positions.device)
     if grid.documents is not None:
-        if bool((positions.diff() != 1).where(counted[:, 1:] > 0, positions[:, 1:] != 0).any()):
+        jumps, begins = positions.diff() != 1, positions[:, 1:] == 0
+        # borders of chunks are not told apart from those of documents
+        if bool((jumps & ~begins if grid.own.text != ALL.text else jumps.where(counted[:, 1:] > 0, ~begins)).any()):
             raise ValueError(JUMPS)
         return
     real = torch.ones_like(positions, dtype=torch.bool) if grid.padding is None else grid.padding.real

@@ -74,6 +74,9 @@ class DilatedLayer(CacheLayerMixin):
         """(out, lse) of new tokens, real ones first. They are the last chunk now, and that before them is kept."""
         assert self.kept is not None
         samples, n = q.shape[:2]
+        between = grid.placed.hidden if grid.placed and self.pattern.text == grid.own.text else None
+        if between is not None and bool(between.any()):
+            raise ValueError("DilatedCache takes no padding between tokens in windows and chunks: pad on the left")
         if self.waiting != n:
             raise RuntimeError("DilatedCache takes no model with two attentions in a layer: use DynamicCache")
         self.waiting = 0
@@ -94,12 +97,10 @@ class DilatedLayer(CacheLayerMixin):
     def slots(self, grid: Grid, at: Tensor, count: Tensor | None) -> list[Slot]:
         """Those of a token, made once for all layers that are alike: they have the grid in common."""
         assert self.kept is not None
-        if self.shared.get("grid") is not grid:
-            self.shared.clear()
-            self.shared["grid"] = grid
-        if self.kept.tables not in self.shared:
-            self.shared[self.kept.tables] = self.kept.slots(at, count)
-        return self.shared[self.kept.tables]  # type: ignore[no-any-return]
+        tables = self.kept.tables
+        if self.shared.get(tables, (None,))[0] is not grid:
+            self.shared[tables] = grid, self.kept.slots(at, count)
+        return self.shared[tables][1]  # type: ignore[no-any-return]
 
     def check_samples(self, samples: int) -> None:
         """Raise if there are others than before: one would get the rows of another."""

@@ -1,4 +1,7 @@
-"""The pattern in the config of a Hugging Face model: written as plain JSON, so that it is saved with the model."""
+"""The pattern of each layer of a Hugging Face model: what was set in its config, or what the model itself does there.
+
+A pattern that was set is plain JSON, and is saved with the model.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +10,128 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from dilated_attention.branches import Dense, Dilated, Window
 from dilated_attention.models.transformer import per_layer, written
 from dilated_attention.pattern import Pattern
 
+NAME = "dilated"
 FIELD = "dilated_pattern"
+ALL = Pattern([Dense()])
+FULL = ("full_attention", "attention", "hybrid")  # names of layers in which a token sees all earlier ones
+SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-def set_pattern(config: Any, pattern: Pattern | Sequence[Pattern]) -> Any:
-    """Writes a pattern into a config, and returns the config.
+def set_pattern(config: Any, pattern: Pattern | Sequence[Pattern], layers: str | None = None) -> Any:
+    """Writes a pattern into a config, which then chooses ``attn_implementation="dilated"``, and returns the config.
 
     Args:
         config: a config, or a model that has one.
-        pattern: one for all layers, or a list with one per layer.
+        pattern: one for all these layers, or a list with one per layer.
+        layers: only those of this type, such as "full_attention"; the others stay what they are. None: all layers.
     """
-    config = getattr(config, "config", config)
+    model, config = config, getattr(config, "config", config)
     check_model(config)
-    if hasattr(config, "num_hidden_layers"):
-        per_layer(pattern, config.num_hidden_layers)
-    setattr(config, FIELD, written(pattern))
+    if layers is None:
+        if hasattr(config, "num_hidden_layers"):
+            per_layer(pattern, config.num_hidden_layers)
+        found = written(pattern)
+    else:
+        kinds = kinds_of(config)
+        if layers not in kinds:
+            raise ValueError(f"no layer is of type {layers!r}: use one of {', '.join(sorted(set(kinds)))}")
+        new = iter(per_layer(pattern, kinds.count(layers)))
+        pairs = zip(kinds, set_patterns(config), strict=True)
+        found = [next(new) if kind == layers else old for kind, old in pairs]
+        found = [None if one is None else written(one) for one in found]
+    setattr(config, FIELD, found)
+    if model is config:
+        config._attn_implementation = NAME
+    elif config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    config.attn_implementation = NAME  # which transformers saves, and reads when it makes a config from a folder
     return config
 
 
 def check_model(config: Any) -> None:
     """Refuse models that compute attention by themselves: they would add our grid to their scores, as if a mask."""
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is not None and not model._can_set_attn_implementation():
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), None)
+    if hasattr(model, "_can_set_attn_implementation") and not model._can_set_attn_implementation():
         raise ValueError(
             f"dilated attention cannot run in {model.__name__}: this model computes attention by itself; use one that "
             "asks transformers for it, such as Llama, Qwen, Mistral or GPT-2"
         )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError("dilated attention takes no cross-attention: use a decoder or an encoder alone")
+
+
+def kinds_of(config: Any) -> tuple[str, ...]:
+    """The type of each layer, as transformers itself reads it from a config."""
+    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kind = next((kind for kind, size in SIZES.items() if getattr(config, size, None) is not None), FULL[0])
+    return tuple(listed or [kind] * config.num_hidden_layers)
+
+
+def own_pattern(config: Any, size: int | None, is_causal: bool = True) -> Pattern:
+    """What the model itself does in a layer; ``size``: of its window or chunk, None: it has none."""
+    if size is None:
+        return ALL
+    if getattr(config, "sliding_window", None) is None:
+        return getattr(Made, _made(Dilated, size))  # type: ignore[no-any-return]
+    # encoders count the distance, decoders the tokens
+    return getattr(Made, _made(Window, size - is_causal))  # type: ignore[no-any-return]
+
+
+class Made:
+    """Patterns by names: a compiler can read them here, but cannot make any."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _made(kind: type[Dilated | Window], size: int) -> str:
+    name = f"{kind.kind}_{size}"
+    if not hasattr(Made, name):
+        setattr(Made, name, Pattern([kind(size)]))
+    return name
 
 
 def patterns_of(config: Any) -> tuple[Pattern, ...]:
-    """The pattern of each layer, from a config."""
-    given = getattr(config, FIELD, None)
+    """The pattern of each layer of a decoder."""
+    found = []
+    for given, kind in zip(set_patterns(config), kinds_of(config), strict=True):
+        if kind not in (*FULL, *SIZES):
+            raise ValueError(f"DilatedCache has no room for what layers of type {kind!r} keep: use DynamicCache")
+        size = getattr(config, SIZES[kind]) if kind in SIZES else None
+        found.append(own_pattern(config, size) if given is None else given)
+    return tuple(found)
+
+
+def set_patterns(config: Any) -> tuple[Pattern | None, ...]:
+    """The pattern that was set for each layer."""
+    given: Any = getattr(config, FIELD, None)
+    layers: int = config.num_hidden_layers
     if given is None:
-        raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
-    return per_layer(given, config.num_hidden_layers)
+        return (None,) * layers
+    listed = given if isinstance(given, list | tuple) else [given] * layers
+    read = per_layer([ALL if one is None else one for one in listed], layers)
+    return tuple(None if one is None else pattern for one, pattern in zip(listed, read, strict=True))
 
 
-def pattern_of(module: Any) -> Pattern:
-    """The pattern of an attention module, read anew only if its config has changed."""
+def pattern_of(module: Any, own: Pattern) -> Pattern:
+    """The pattern of an attention module, read anew only if its config has changed. ``own``: what it does itself."""
     now = getattr(module.config, FIELD, None)
+    if now is None:
+        return own
     kept = getattr(module, "_dilated", None)
     if kept is None or kept[0] != now:
-        kept = copy.deepcopy(now), patterns_of(module.config)[getattr(module, "layer_idx", 0)]
+        kept = copy.deepcopy(now), set_patterns(module.config)[getattr(module, "layer_idx", 0)]
         if not torch.compiler.is_compiling():
             module._dilated = kept
-    return kept[1]
+            module.config.attn_implementation = NAME  # as after `set_pattern`: loading has taken it away
+    return own if kept[1] is None else kept[1]
 
 
 def is_first(module: Any) -> bool:
     """Whether an attention module is the first of its model. Layers before it may be of another kind."""
-    kinds = getattr(module.config, "layer_types", None) or getattr(module.config, "layers_block_type", None) or ()
-    first = next((i for i, kind in enumerate(kinds) if kind in ("full_attention", "attention", "hybrid")), 0)
+    first = next((index for index, kind in enumerate(kinds_of(module.config)) if kind in FULL), 0)
     return getattr(module, "layer_idx", None) in (None, first)

@@ -12,29 +12,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
-from dilated_attention.integrations.transformers.config import check_model
+from dilated_attention.integrations.transformers.config import ALL, check_model, own_pattern
 from dilated_attention.models.lm import within
+from dilated_attention.pattern import Pattern
 
 IN_THE_DATA = (
     "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
     "data: if there are none, pass an attention_mask for fullgraph=True"
 )
-OWN_WINDOW = (
-    "in the config of Mistral or Qwen, set sliding_window=None, or layer_types to 'full_attention', and give these "
-    "layers da.Pattern([da.Window(sliding_window - 1)])"
-)
-NOT_CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 
 
 class Padding(NamedTuple):
-    """Which tokens are real: these are moved to the front, as segments begin at the first real one and skip padding."""
+    """Which tokens count: these are moved to the front, as segments begin at the first one and skip padding."""
 
-    before: Tensor  # (B,) real tokens before the queries
-    order: Tensor  # (B, N): the real keys of each sample in order, then the others
+    before: Tensor  # (B,) tokens that count, before the queries
+    order: Tensor  # (B, N): the keys of each sample that count in order, then the others
     query_order: Tensor  # (B, n), the same of the queries
-    real: Tensor  # (B, n), which queries are real, where they are
+    real: Tensor  # (B, n), which queries count, where they are
+    hidden: Tensor | None = None  # (B, N), in this order: keys that are seen by nobody, although they come first
+
+    @classmethod
+    def of(cls, counts: Tensor, start: int | Tensor, queries: int, hidden: Tensor | None = None) -> Padding:
+        """``counts``, ``hidden``: (B, N), where the keys are; ``start``: that of the queries among them."""
+        column = torch.arange(counts.shape[1], device=counts.device)
+        real, order = counts[:, start + column[:queries]], _first(counts & (column < start + queries))
+        before = (counts & (column < start)).sum(1)
+        return cls(before, order, _first(real), real, None if hidden is None else taken(hidden, order))
+
+    def to(self, device: torch.device | str) -> Padding:
+        """On a device."""
+        moved: Any = (x if x is None else x.to(device) for x in self)
+        return Padding(*moved)
 
 
 @dataclass(eq=False)
@@ -49,6 +59,10 @@ class Grid(BlockMask):
     start: int | Tensor = 0  # the column of the first query; () of a static cache
     padding: Padding | None = None
     documents: Tensor | None = None  # cu_seqlens of all rows one after the other, on the CPU
+    own: Pattern = ALL  # what the model itself does in these layers
+    placed: Padding | None = None  # for that: as the model does, it counts padding that is between tokens
+    dropped: int = 0  # columns that a cache has dropped: the keys begin after them
+    is_causal: bool = True
 
     shape = 1, 1, 1, 1
     ndim = 4
@@ -56,7 +70,7 @@ class Grid(BlockMask):
     @property
     def is_plain(self) -> bool:
         """The queries are the last of the keys, or all of them, and nothing is padding."""
-        return self.padding is None and self.documents is None and self.end == self.keys
+        return self.padding is None and self.documents is None and self.end == self.keys + self.dropped
 
     @property
     def end(self) -> int | None:
@@ -79,8 +93,8 @@ class Grid(BlockMask):
     def to(self, device: torch.device | str) -> Grid:
         """On a device, as accelerate asks for it where a model has several."""
         start = self.start.to(device) if isinstance(self.start, Tensor) else self.start
-        padding = None if self.padding is None else Padding(*(x.to(device) for x in self.padding))
-        return replace(self, start=start, padding=padding)
+        padding, placed = self.padding and self.padding.to(device), self.placed and self.placed.to(device)
+        return replace(self, start=start, padding=padding, placed=placed)
 
     def contiguous(self) -> Grid:
         """Itself: generate() asks for it."""
@@ -90,63 +104,80 @@ class Grid(BlockMask):
 def grid_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
-    use_vmap: bool = False, device: Any = "cpu", config: Any = None, **_: Any,
+    use_vmap: bool = False, device: Any = "cpu", config: Any = None, **more: Any,
 ) -> Grid:  # fmt: skip
     """The mask function of "dilated"."""
-    if not torch.compiler.is_compiling():
+    # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
+    is_known = not torch.compiler.is_compiling()
+    if is_known:
         check_model(config)
-    if local_size is not None:
-        raise ValueError(f"dilated attention cannot honour sliding-window or chunked layers: {OWN_WINDOW}")
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
-    if mask_function is bidirectional_mask_function:
-        raise ValueError(NOT_CAUSAL)
-    if kv_offset:
-        raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
-    if mask_function is not causal_mask_function:
-        if kv_length != q_length or attention_mask is not None:
+    is_causal, total = "allow_is_bidirectional_skip" not in more, kv_offset + kv_length
+    if not is_causal and kv_length != q_length:
+        raise ValueError("dilated attention takes no cross-attention")
+    own = own_pattern(config, local_size, is_causal)
+    grid = Grid(q_length, kv_length, q_offset, own=own, dropped=kv_offset, is_causal=is_causal)
+    if is_causal and mask_function is not causal_mask_function:
+        if kv_length == q_length and attention_mask is None:
+            return replace(grid, documents=_documents(mask_function, own, batch_size, kv_length, device))
+        if local_size is None:
             raise ValueError("dilated attention takes packed documents only without a cache and without attention_mask")
-        return Grid(q_length, kv_length, documents=_documents(mask_function, batch_size, kv_length, device))
     if isinstance(q_offset, Tensor):
         # a copy: the cache counts on in this very tensor before the first layer attends
-        q_offset = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
+        q_offset = grid.start = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
+    mask = None
     if attention_mask is not None:
         if attention_mask.shape[:-1] != (batch_size,):
             raise ValueError(f"attention_mask must be ({batch_size}, tokens), got {tuple(attention_mask.shape)}")
         width = attention_mask.shape[1]
-        # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
-        is_known = not torch.compiler.is_compiling()
         if is_known or not isinstance(q_offset, Tensor):
             end = int(q_offset) + q_length
-            if width < end or width > kv_length == end:  # that of a static cache, which has more room, may be longer
+            if width < end or width > total == end:  # that of a static cache, which has more room, may be longer
                 there = f"there are {end - q_length} tokens in the cache and {q_length} new ones"
                 raise ValueError(f"attention_mask has {width} columns, and {there}: it must have a column for each")
-        mask = F.pad(attention_mask, (0, kv_length - width)).bool()  # to the keys: cut, where it is longer
-        if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
-            column = torch.arange(kv_length, device=mask.device)
-            real, order = mask[:, q_offset + column[:q_length]], _real_first(mask & (column < q_offset + q_length))
-            padding = Padding((mask & (column < q_offset)).sum(1), order, _real_first(real), real)
-            return Grid(q_length, kv_length, q_offset, padding)
-    return Grid(q_length, kv_length, q_offset)
+        mask = F.pad(attention_mask, (0, total - width)).bool()  # to the keys: cut, where it is longer
+        if is_known and bool(mask[:, :end].all()):  # what comes after is not there yet
+            mask = None
+    if mask is not None:
+        grid.padding = Padding.of(mask, q_offset, q_length, None if is_causal else ~mask)
+    chunk = getattr(own.listed[0], "length", 0)
+    if chunk and kv_offset and mask is None:  # keys may begin within a chunk
+        mask = torch.ones(batch_size, total, dtype=torch.bool, device=device)
+    grid.placed = grid.padding if mask is None or (own is ALL and is_causal) else _placed(mask, grid, chunk, is_known)
+    return grid
 
 
-def _real_first(mask: Tensor) -> Tensor:
+def _placed(mask: Tensor, grid: Grid, chunk: int, is_known: bool) -> Padding:
+    """From the first real token to the last one, or from where the chunk of the first query begins."""
+    column = torch.arange(mask.shape[1], device=mask.device)
+    first = (~mask).long().cumprod(1).sum(1, keepdim=True)
+    if chunk:
+        first += (grid.start - first).clamp(min=0) // chunk * chunk
+    counts = (column >= first) & mask.flip(1).cummax(1).values.flip(1)
+    hidden = counts & ~mask if grid.is_causal else ~mask
+    sees_all = is_known and not bool(hidden.any())
+    counts, hidden = (x[:, grid.dropped :] for x in (counts, hidden))
+    return Padding.of(counts, grid.start - grid.dropped, grid.queries, None if sees_all else hidden)
+
+
+def _first(mask: Tensor) -> Tensor:
     return (~mask).long().argsort(dim=1, stable=True)
 
 
 @torch.compiler.disable(reason=IN_THE_DATA)  # type: ignore[no-untyped-call, untyped-decorator]
-def _documents(mask_function: Any, samples: int, tokens: int, device: Any) -> Tensor | None:
-    """A document begins wherever a token does not see the one before it."""
+def _documents(mask_function: Any, own: Pattern, samples: int, tokens: int, device: Any) -> Tensor | None:
+    """A document begins wherever a token does not see the one before it. Chunks do not begin anew in it."""
     position, sample = torch.arange(tokens, device=device), torch.arange(samples, device=device).unsqueeze(1)
     before = (position - 1).clamp(min=0)
     if bool(mask_function(sample, 0, before, position)[..., 1:].any()):
         raise ValueError("dilated attention cannot honour a mask in which tokens see later ones")
     seen: Tensor = mask_function(sample, 0, position, before)
     begins = ~seen.expand(samples, tokens) | (position == 0)
-    ends = begins.flatten().nonzero().flatten().cpu()
-    if len(ends) == samples:  # a compiler asks also where there are none
-        return None
-    return F.pad(ends, (0, 1), value=samples * tokens)
+    are_inside = begins & own.listed[0].sees(0, position, before) & (position > 0)  # of a row, and of chunks
+    if not bool(are_inside.any()):
+        return None  # a compiler asks also where there are none
+    return F.pad(begins.flatten().nonzero().flatten().cpu(), (0, 1), value=samples * tokens)
 
 
 def taken(x: Tensor, order: Tensor) -> Tensor:

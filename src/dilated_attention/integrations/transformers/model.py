@@ -27,7 +27,7 @@ from dilated_attention.checks import warn
 from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache
-from dilated_attention.integrations.transformers.config import set_pattern
+from dilated_attention.integrations.transformers.config import NAME, set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM, checked_tokens
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
@@ -41,6 +41,7 @@ RENAMED = {
     "tied": "tie_word_embeddings",
 }  # fmt: skip
 REFUSED = attention.REFUSED | {
+    "sliding_window": "sliding_window: the config of LongNet says what a token sees",
     "dropout": "dropout: the config and the weights of LongNet say how it attends",
     "scaling": "scaling: the config and the weights of LongNet say how it attends",
     "s_aux": "s_aux: LongNet has sinks of its own",
@@ -85,7 +86,7 @@ class LongNetConfig(PreTrainedConfig):
         if self.dilated_pattern is None:
             self.dilated_pattern = written(PAPER)
         if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = attention.NAME
+            kwargs["attn_implementation"] = NAME
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -128,7 +129,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LongNetConfig) -> None:
         register()
-        if config._attn_implementation != attention.NAME:
+        if config._attn_implementation != NAME:
             raise ValueError(
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
@@ -243,7 +244,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
             past_key_values=cache, position_ids=positions,
         )  # fmt: skip
-        return positions, attention.read_grid(made, samples, n, options, cache is not None, REFUSED)
+        return positions, attention.read_grid(made, samples, options, cache is not None, REFUSED)
 
     def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Any:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
@@ -287,7 +288,7 @@ def register() -> None:
 
     The pattern is in the config of a model: see `set_pattern`. Calling it again changes nothing.
     """
-    AttentionInterface.register(attention.NAME, attention.attention)
-    AttentionMaskInterface.register(attention.NAME, grid_mask)
+    AttentionInterface.register(NAME, attention.attention)
+    AttentionMaskInterface.register(NAME, grid_mask)
     AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
     AutoModelForCausalLM.register(LongNetConfig, LongNetForCausalLM, exist_ok=True)
