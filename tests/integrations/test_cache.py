@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
 def test_another_number_of_samples_is_refused(count: int) -> None:
     """Before anything happens: the cache goes on."""
     pair = Pair(input_ids=hf.tokens())
-    says = "holds 3 samples, and this call has 1: make a new cache"
+    says = r"holds 3 samples, and this call has 1: call reset\(\)"
     hf.refused(pair.model, says, input_ids=more(1, count), past_key_values=pair.caches[1])
     pair.run(more(3, count))
 
@@ -175,6 +175,20 @@ def test_a_mask_is_compared_after_a_crop() -> None:
     pair.crop(4)
     pair.run(more(3, 1))
     hf.refused(pair.model, "other real tokens before", input_ids=more(3, 1), past_key_values=pair.caches[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "longnet"])
+@torch.no_grad()
+def test_a_used_cache_says_what_to_do(name: str) -> None:
+    """Before another text, of any length."""
+    model, ids = hf.model_of(name), hf.tokens()[:1]
+    cache = DilatedCache(model.config)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    for count in (20, 5):
+        with pytest.raises(ValueError, match=r"before another text, call reset\(\) on the cache"):
+            model.generate(ids[:, :count], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False), first)
 
 
 def test_a_second_attention_on_the_same_tokens_is_refused() -> None:

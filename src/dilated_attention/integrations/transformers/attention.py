@@ -19,7 +19,7 @@ from dilated_attention.checks import warn
 from dilated_attention.distributed.group import telling_device
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import ALL, is_first, pattern_of
-from dilated_attention.integrations.transformers.grid import Grid, taken
+from dilated_attention.integrations.transformers.grid import RESET, Grid, taken
 from dilated_attention.models.lm import within
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host
@@ -37,9 +37,12 @@ REFUSED = {
 }
 JUMPS = "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass them with cu_seq_lens_q"
 BREAKS = (
+    "position_ids must grow by 1 from token to token; packed documents may begin again at 0 without attention_mask and "
+    "with use_cache=False; if the model does not tell its masks of them, pass cu_seq_lens_q, too"
+)
+USED = (
     "position_ids must grow by 1 from token to token, and go on after those in the cache, which may hold some of these "
-    "tokens already: call reset() on a cache before another text; packed documents may begin again at 0 only without "
-    "attention_mask and with use_cache=False; for a model that does not tell its masks of them, pass cu_seq_lens_q, too"
+    f"tokens already: {RESET}"
 )
 
 
@@ -111,8 +114,8 @@ def attend(
     if keys != grid.keys:
         raise ValueError(
             f"a layer has {keys} tokens, cached and new, and attention_mask or the first layer has {grid.keys}: give "
-            "attention_mask one column per token; if an earlier call was interrupted, make a new cache; with gradient "
-            "checkpointing, train without one"
+            "attention_mask one column per token; if an earlier call was interrupted, call reset() on the cache; with "
+            "gradient checkpointing, train without one"
         )
     is_own = pattern.text == grid.own.text  # by their texts, which a compiler can compare
     if grid.dropped and not is_own:
@@ -185,7 +188,7 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
         begins = (first == 0) | ((first > 0) & (grid.first(first.device).view(-1, 1) == 0))
         right |= (begins & ((off == first) | ~real)).all(1)
     if not bool(right.all()):
-        raise ValueError(BREAKS)
+        raise ValueError(USED if bool(grid.start > 0) else BREAKS)
 
 
 @torch.compiler.disable(reason="ranks are asked")  # type: ignore[no-untyped-call, untyped-decorator]

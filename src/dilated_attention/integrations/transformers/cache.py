@@ -106,7 +106,7 @@ class DilatedLayer(CacheLayerMixin):
         """Raise if there are others than before: one would get the rows of another."""
         held = samples if self.kept is None else len(self.kept.like)
         if held != samples:
-            raise ValueError(f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache")
+            raise ValueError(f"this DilatedCache holds {held} samples, and this call has {samples}: call reset()")
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def check_past(self, grid: Grid, samples: int) -> None:
@@ -118,7 +118,7 @@ class DilatedLayer(CacheLayerMixin):
         if bool((last.at + last.real.sum(1) != grid.first(last.at.device)).any()):
             raise ValueError(
                 "attention_mask has other real tokens before this call than DilatedCache kept: pass the columns of all "
-                "earlier calls as they were, or none if none had any; for another mask, make a new cache"
+                "earlier calls as they were, or none if none had any; before another text, call reset()"
             )
 
     @property

@@ -22,6 +22,7 @@ IN_THE_DATA = (
     "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
     "data: if there are none, pass an attention_mask for fullgraph=True"
 )
+RESET = "before another text, call reset() on the cache"
 
 
 class Padding(NamedTuple):
@@ -113,6 +114,8 @@ def grid_mask(
         check_model(config)
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
+    if is_known and not q_length and bool(q_offset > 0):
+        raise ValueError(f"there are no new tokens: the cache holds all of them already; {RESET}")
     is_causal, total = "allow_is_bidirectional_skip" not in more, kv_offset + kv_length
     if not is_causal and kv_length != q_length:
         raise ValueError("dilated attention takes no cross-attention")
@@ -134,8 +137,11 @@ def grid_mask(
         if is_known or not isinstance(q_offset, Tensor):
             end = int(q_offset) + q_length
             if width < end or width > total == end:  # that of a static cache, which has more room, may be longer
-                there = f"there are {end - q_length} tokens in the cache and {q_length} new ones"
-                raise ValueError(f"attention_mask has {width} columns, and {there}: it must have a column for each")
+                there, used = f"{end - q_length} tokens in the cache and {q_length} new ones", end > q_length
+                raise ValueError(
+                    f"attention_mask has {width} columns, and there are {there}: it must have a column for each"
+                    + f"; {RESET}" * used
+                )
         mask = F.pad(attention_mask, (0, total - width)).bool()  # to the keys: cut, where it is longer
         if is_known and bool(mask[:, :end].all()):  # what comes after is not there yet
             mask = None
