@@ -21,6 +21,7 @@ BEGIN = 256  # the token before the first byte
 SHARE = 0.1  # of all bytes, at most, are in packages that are held out
 MOST = 8  # sequences of one package
 APART = 256  # bytes of text for each question
+WEIGHT = 8.0  # in the loss of a byte of an answer: there are few
 
 
 class Data(NamedTuple):
@@ -102,12 +103,15 @@ def planted(text: Tensor, length: int, rows: int, seed: int) -> recall.Planted:
     return recall.plant(found, octaves(length), questions=length // APART, seed=seed)
 
 
-def step(data: Data, index: int, length: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a training step: rows at places that the index decides, with facts and questions."""
+def step(data: Data, index: int, length: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and labels of a training step, and the weight of each: rows at places that the index decides, planted."""
     if len(data.text) < length:
         raise ValueError(f"there are {len(data.text):,} bytes to train on, and a row has {length:,}")
     number = seed * 1_000_003 + index
     drawn = torch.Generator().manual_seed(number)
     starts = torch.randint(len(data.text) - length + 1, (tokens // length,), generator=drawn)
     rows = torch.cat([data.text[start : start + length] for start in starts.tolist()])
-    return with_labels(planted(rows, length, len(starts), number).tokens)
+    asked = planted(rows, length, len(starts), number)
+    weights = torch.ones(asked.tokens.shape)
+    weights[asked.rows.unsqueeze(1), asked.places.unsqueeze(1) + torch.arange(recall.WIDTH)] = WEIGHT
+    return *with_labels(asked.tokens), weights

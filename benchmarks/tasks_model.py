@@ -79,12 +79,12 @@ class Timed(train_lm.Trainer):
         began, last = time.perf_counter(), len(self.lengths) - 1
         phase = self.step if self.step <= last else min(last, int(4 * self.done()))
         made = tasks_data.step(self.data, self.step, self.lengths[phase], self.tokens, self.options.seed)
-        inputs, labels = (x.to(self.options.device) for x in made)
+        inputs, labels, weights = (x.to(self.options.device) for x in made)
         self.by_length[phase] += self.tokens
         self.paused += time.perf_counter() - began  # `update` had waited for the device
-        loss = self.model(inputs, labels, chunk=CHUNK).mean()
-        loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+        losses = self.model(inputs, labels, chunk=CHUNK)
+        ((losses * weights).sum() / weights.sum()).backward()
+        return losses.detach().mean()  # type: ignore[no-any-return]
 
     def update(self) -> float:
         norm = super().update()  # it waits for the device

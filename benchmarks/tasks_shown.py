@@ -71,6 +71,10 @@ def verdict(runs: list[Result]) -> str:
     missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
     if missing:
         return f"**What was registered is not measured yet**: {missing} of {SEEDS * len(wanted)} runs are to be made."
+    texts = {(one["data"]["sha256"], one["machine"]["device"], str(one["machine"]["versions"])) for one in runs
+             if one["part"] == "registered"}  # fmt: skip
+    if len(texts) > 1:
+        return "**The registered runs cannot be compared**: their texts, devices or versions differ."
     recalls = {one: sorted(recall_of(x, str(LENGTH)) for x in groups[one, LENGTH]) for one in (PRIMARY, *BASELINES)}
     more = all(recalls[PRIMARY][0] > recalls[one][-1] for one in BASELINES)
     short = {one: mean(groups[one, SHORT], lambda x: bits_of(x, str(SHORT))) for one in (PRIMARY, "dense")}

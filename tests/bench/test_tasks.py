@@ -91,13 +91,17 @@ def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
 def test_steps_of_training(folder: Path) -> None:
     """Rows of the text with questions in them, the same whenever they are asked for."""
     data = tasks_data.code([folder / "code"], 4, 2048)
-    inputs, labels = tasks_data.step(data, 5, 1024, 4096, 1)
+    inputs, labels, weights = tasks_data.step(data, 5, 1024, 4096, 1)
     assert inputs.shape == labels.shape == (4, 1024)
     assert (inputs[:, 0] == tasks_data.BEGIN).all()
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     for row in labels.tolist():
         assert 4 <= bytes(row).count(b"@") // 2 <= 6, "a fact and a question each, and another fact for chains"
         assert b"def name_" in bytes(row)
+    answers = labels[weights == tasks_data.WEIGHT].view(-1, 4).tolist()
+    assert len(answers) == 16
+    assert all(bytes(answer).isalpha() for answer in answers)
+    assert (weights == 1).sum() == 4096 - 64
     assert torch.equal(labels, tasks_data.step(data, 5, 1024, 4096, 1)[1])
     assert not torch.equal(labels, tasks_data.step(data, 6, 1024, 4096, 1)[1])
     with pytest.raises(ValueError, match="bytes to train on, and a row has"):
@@ -199,7 +203,7 @@ def made_up(name: str, recalled: float, bits: float) -> dict[str, Any]:
     return {
         **run._asdict(), "complete": True, "held_out": held_out, "held_out_curve": [[1, 2, bits, recalled]],
         "pairs_of_dense": 0.5, "tokens": 10, "tokens_by_length": [10], "operations_per_token": [2.0],
-        "machine": {"device": "none", "commit": "0" * 40, "versions": {"torch": "2"}},
+        "data": {"sha256": "0"}, "machine": {"device": "none", "commit": "0" * 40, "versions": {"torch": "2"}},
     }  # fmt: skip
 
 
@@ -217,6 +221,9 @@ def test_the_verdict_is_the_registered_one() -> None:
         {"full_layers_8k_2": (0.8, 1.04)},
     ):  # fmt: skip
         assert "is not so" in tasks_shown.verdict(registered(**changed)), changed
+    other = registered()
+    other[3]["data"] = {"sha256": "1"}
+    assert "cannot be compared" in tasks_shown.verdict(other)
     explored = made_up("dense-32k-0", 1.0, 0.1)
     assert tasks_shown.verdict(registered()) == tasks_shown.verdict([*registered(), explored])
     assert "1 of 15 runs are to be made" in tasks_shown.verdict([*registered()[1:], explored])

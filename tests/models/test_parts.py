@@ -49,7 +49,7 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 KINDS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "sinks": {"sinks": True},
+    "sinks and near": {"sinks": True, "near": 1},
     "qwen": {"ffn": "swiglu", "norm": "rms", "sub_norm": False, "qk_norm": True, "kv_heads": 1, "head_dim": 6},
     "no positions": {"rotary_base": None},
 }

@@ -66,6 +66,9 @@ def test_kinds_and_distances_take_turns(planted: recall.Planted) -> None:
     again, other = (recall.plant(TEXT, DISTANCES, questions=QUESTIONS, seed=seed) for seed in (3, 4))
     assert all(map(torch.equal, again, planted))
     assert not torch.equal(other.tokens, planted.tokens)
+    none = recall.plant(TEXT, DISTANCES, questions=0, seed=0)
+    assert torch.equal(none.tokens, TEXT)
+    assert none.answers().shape == (0, 4)
 
 
 def reader(values: Any) -> recall.LogitsAt:

@@ -73,7 +73,7 @@ def plant(
             for at, words in writings:
                 target[at : at + len(words)] = bytearray(words)
             found.append((row, place, distance, kind))
-    return Planted(tokens, *torch.tensor(found).view(-1, 4).unbind(1))
+    return Planted(tokens, *torch.tensor(found, dtype=torch.int64).view(-1, 4).unbind(1))
 
 
 def _row(
