@@ -58,33 +58,38 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.", formatter_class=Help)
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # in one line
+
+    def number(name: str, unit: str, default: Any, text: str, least: int = 1, kind: Any = int, **more: Any) -> None:
+        read = at_least(least, kind)
+        parser.add_argument(f"--{name}", type=read, default=default, metavar=unit, help=text, **more)
+
     parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
     parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
     parser.add_argument("--from", dest="start", type=Path, help="a checkpoint to begin with: its model and its pattern")
     parser.add_argument("--size", choices=list(SIZES), help="of the model, instead of the next three")
-    parser.add_argument("--dim", type=at_least(1), default=128, help="channels of a token")
-    parser.add_argument("--depth", type=at_least(1), default=2, help="layers")
-    parser.add_argument("--heads", type=at_least(1), default=4, help="of each layer")
-    parser.add_argument("--segments", nargs="+", type=at_least(1), help="lengths; by default as suggested for --tokens")
-    parser.add_argument("--rates", nargs="+", type=at_least(1), help="dilation rates, one per segment length")
-    parser.add_argument("--tokens", type=at_least(2), default=512, help="tokens in a row")
-    parser.add_argument("--rows", type=at_least(1), default=4, help="rows in a step")
-    parser.add_argument("--steps", type=at_least(1), default=450, help="of the whole training; more of them go on")
-    parser.add_argument("--sequence", type=at_least(1), default=1, help="the ranks that share a row")
-    parser.add_argument("--lr", type=at_least(0, float), default=6e-3, help="the highest learning rate")
-    parser.add_argument("--warmup", type=at_least(0), default=30, help="steps in which it rises")
-    parser.add_argument("--seed", type=at_least(-sys.maxsize), default=0, help="of weights, order and samples")
-    parser.add_argument("--save-every", type=at_least(1), default=200, help="steps between two checkpoints")
-    parser.add_argument("--evaluate", nargs="+", type=at_least(2), help="row lengths, held out; --tokens, if that fits")
+    number("dim", "CHANNELS", 128, "the width of the model")
+    number("depth", "LAYERS", 2, "how many there are")
+    number("heads", "HEADS", 4, "of each layer")
+    number("segments", "TOKENS", None, "lengths; by default as suggested for --tokens", nargs="+")
+    number("rates", "RATE", None, "dilation rates, one per segment length", nargs="+")
+    number("tokens", "TOKENS", 512, "the length of a row", least=2)
+    number("rows", "ROWS", 4, "in a step")
+    number("steps", "STEPS", 450, "in all; give more, and a training goes on")
+    number("sequence", "RANKS", 1, "that share a row")
+    number("lr", "RATE", 6e-3, "the highest learning rate", least=0, kind=float)
+    number("warmup", "STEPS", 30, "in which it rises", least=0)
+    number("seed", "N", 0, "of weights, order and samples", least=-sys.maxsize)
+    number("save-every", "STEPS", 200, "between two checkpoints")
+    number("evaluate", "TOKENS", None, "lengths of held-out rows; --tokens, if that fits", least=2, nargs="+")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu", help="of this machine")
     parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
     parser.add_argument("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
-    parser.add_argument("--sample", type=at_least(0), default=0, help="tokens to generate at the end")
-    parser.add_argument("--prompt", help="the text that they go on from; the beginning of a held-out text by default")
+    number("sample", "TOKENS", 0, "of a text that is written at the end", least=0)
+    parser.add_argument("--prompt", metavar="TEXT", help="what it goes on from; by default how a training text begins")
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
@@ -250,12 +255,12 @@ def train(options: argparse.Namespace) -> None:
         same["texts"] = f"{summary(documents)} and, held out, {summary(unseen)}"
     trainer = Trainer(options, config, texts=str(same["texts"]))
     with together("Log()", device=options.device):
-        log = Log(options.out / "log.jsonl", options.steps, trainer.step)
+        log = Log(options.out / "log.jsonl", options.steps, trainer.step, options.rows * options.tokens)
     if not run(trainer, rows, log):
         return
     per_byte = 1.0 if tokenizer is None else unseen_tokens / sum(map(len, held_out))
     found = {length: trainer.bits(part) * per_byte for length, part in by_length.items()}
-    ids = trainer.sample((prompts or [unseen[0][:64]])[0], options.sample)
+    ids = trainer.sample((prompts or [documents[0][:64]])[0], options.sample)
     if log.speaks:
         log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
         scored = max(part.tokens * part.count for part in by_length.values()) / per_byte  # bytes, by the model

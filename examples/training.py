@@ -30,8 +30,10 @@ def together(what: str, device: str = "cpu") -> AbstractContextManager[dict[str,
 class Log:
     """A file of JSON lines and a live line in the terminal, on the first rank; steps after ``step`` are run again."""
 
-    def __init__(self, file: Path, steps: int, step: int) -> None:
-        self.file, self.steps, self.speaks, self.began = file, steps, dist.get_rank() == 0, time.perf_counter()
+    def __init__(self, file: Path, steps: int, step: int, tokens: int) -> None:
+        """``tokens``: of a step."""
+        self.file, self.steps, self.first, self.tokens = file, steps, step, tokens
+        self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
         # a torn last line is left out: the program was killed as it wrote it
         old = file.read_text("utf-8").split("\n")[:-1] if self.speaks and file.exists() else []
         self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
@@ -46,8 +48,13 @@ class Log:
             self.lines.append(line)
             with self.file.open("a") as file:
                 file.write(f"{json.dumps(line)}\n")
-        told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-        said = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
+        seconds = time.perf_counter() - self.began
+        if "loss" in facts:  # not after the last step
+            rate = (step - self.first) / seconds
+            told = f"{facts['loss'] / math.log(2):.3f} bits per token, {rate * self.tokens:,.0f} tokens/s"
+            said = f"step {step}/{self.steps}: {told}, {(self.steps - step) / rate:.0f} s left"
+        else:
+            said = f"done in {seconds:.0f} s"
         if sys.stdout.isatty():
             print(f"\r\033[K{said}", end="", flush=True)
         elif step % max(1, self.steps // 10) == 0:

@@ -360,12 +360,16 @@ def test_a_tokenizer_a_sample_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_a_sample_goes_on_from_a_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for prompt, begins in (["--prompt", "word6 is"], "word6 is"), ([], "word0 in line 0\nword2"):
+    said: list[str] = []
+    for prompt, begins in (["--prompt", "word6 is"], "word6 is"), ([], "word0 in line 0\nword0"):  # a training text
         train_lm.main(given(tmp_path, "--steps", 1, "--sample", 3, *prompt))
-        assert f"\n{begins}" in capfd.readouterr().out
+        said.append(capfd.readouterr().out)
+        assert f"\n{begins}" in said[-1]
+    assert re.search(r"^step 1/1: \d\.\d{3} bits per token, [\d,]+ tokens/s, 0 s left$", said[0], re.MULTILINE)
     with pytest.raises(SystemExit, match="0"):
         train_lm.arguments(["--help"])
-    assert "(default: 450)" in " ".join(capfd.readouterr().out.split())
+    told = " ".join(capfd.readouterr().out.split())
+    assert "--steps STEPS in all; give more, and a training goes on (default: 450)" in told
 
 
 # --- text -------------------------------------------------------------------------------------------------------
