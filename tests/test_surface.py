@@ -28,7 +28,7 @@ PUBLIC = [
     "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
     "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "attention_mass",
     "dilated_attention", "explain", "gather_sequence", "global_mean", "global_mean_for_ddp", "local_positions",
-    "plan_cost", "shard_sequence", "stream",
+    "naming_lost_ranks", "plan_cost", "shard_sequence", "stream",
 ]  # fmt: skip
 
 # A module imports only what stands before it. A new module takes its place here.
@@ -185,7 +185,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [11_620, 63_600], "tools": [5_655, 29_910]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [11_664, 63_720], "tools": [5_655, 29_910]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

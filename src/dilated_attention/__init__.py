@@ -11,7 +11,7 @@ __all__ = [
     "DilatedAttentionWarning", "DilatedPattern", "Explanation", "Global", "MultiheadDilatedAttention", "Pattern",
     "Prefix", "RingDilatedAttention", "RingMultiheadDilatedAttention", "Strided", "Window", "attention_mass",
     "dilated_attention", "explain", "gather_sequence", "global_mean", "global_mean_for_ddp", "local_positions",
-    "plan_cost", "shard_sequence", "stream",
+    "naming_lost_ranks", "plan_cost", "shard_sequence", "stream",
 ]  # fmt: skip
 # of dilated_attention.compat: they can be imported from here, and are not shown
 _OLD = (
@@ -48,6 +48,7 @@ if TYPE_CHECKING or not _is_own_command():
         global_mean,
         global_mean_for_ddp,
         local_positions,
+        naming_lost_ranks,
         shard_sequence,
     )
     from dilated_attention.functional import attention_mass, dilated_attention

@@ -191,6 +191,12 @@ def assert_waited(outcomes: list[Outcome], where: str, *, seconds: float = 0.0, 
     assert VICTIM in awaited
 
 
+def named(error: str) -> set[int]:
+    """The ranks that somebody waited for, or has no connection to."""
+    lists = re.findall(r"(?:for|connection to) ranks? (\d(?:, \d)*)", error)
+    return {int(rank) for one in lists for rank in one.split(", ")}
+
+
 def step_of(where: str) -> str:
     """What the others are in: neighbours of a rank that is gone may be a step ahead or behind."""
     steps = {"the call": "^the agreement on dil", "the backward": "^the agreement on the backward"}
@@ -232,6 +238,8 @@ def test_peers_of_a_faulty_rank_raise_in_time(how: str, exchange: str, where: st
     # those who had all messages of the forward pass notice in the backward pass
     steps = step_of(where) + ("|^the agreement on the backward" if raises and again else "")
     assert_waited(outcomes, steps, seconds=timeout if timeout == SHORT else 0.0, again=again)
+    if how in ("exit", "kill"):
+        assert all(VICTIM in named(x.error or "") for x in outcomes if x.rank != VICTIM), outcomes
     victim = outcomes[VICTIM]
     if how == "hang":  # it wakes up again, and learns that the others have gone
         found = WAITED.fullmatch(victim.error or "")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from dilated_attention import gather_sequence
+from dilated_attention import gather_sequence, naming_lost_ranks
 from dilated_attention.integrations.transformers import shard_batch
 from dilated_attention.models import document_positions, shifted
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
-from tests.integrations.hf import LENGTHS, batch, model_of, packed, tokens
+from tests.integrations.hf import LENGTHS, VOCABULARY, batch, model_of, packed, tokens
 from tests.over_ranks import raised, world
 
+pytestmark = pytest.mark.usefixtures("pools_that_end")
 NAMES = ["llama", "qwen3", "mistral", "gpt2", "longnet"]
 NEAR = 1e-6  # the loss of transformers is in float32, and the models in float64
 ENDS = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
@@ -157,3 +162,50 @@ def test_what_cannot_be_cut() -> None:
     for found in pool(2).run(uncut):
         for text, wanted in zip(found, says, strict=True):
             assert wanted in text
+
+
+def trained(steps: int, killed_at: int = -1) -> list[float]:
+    """The losses of a training: under FSDP2 if there are ranks, of which rank 1 ends at a step, in the last layer."""
+    group, losses = dist.group.WORLD, []
+    model = model_for("llama", is_checkpointed=True).float()
+    if group is not None:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        row = torch.randint(VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(step % 5))
+        whole = {"input_ids": row, "labels": row}
+        if step == killed_at and dist.get_rank() == 1:
+            last = model.model.layers[-1].self_attn
+            last.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        loss = model(**(whole if group is None else shard_batch(whole, group))).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss = loss.detach()
+        if group is not None:
+            dist.all_reduce(loss)
+            loss /= group.size()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.slow
+def test_a_training_over_ranks_is_one_on_one_device() -> None:
+    one, *several = trained(100), *pool(3).run(trained, 100)
+    assert one[-1] < one[0] / 3
+    for losses in several:
+        assert max(abs(x - y) for x, y in zip(losses, one, strict=True)) < 1e-4
+
+
+def killed() -> None:
+    with naming_lost_ranks(world()):
+        trained(3, killed_at=1)
+
+
+def test_every_other_rank_names_the_one_that_was_killed() -> None:
+    """Wherever it was noticed: in a collective of FSDP, or in one of ours."""
+    for rank, outcome in enumerate(pool(3).run(killed, check=False, timeout=60.0)):
+        assert outcome.error_type == ("died" if rank == 1 else "CommunicationError"), outcome
+        assert rank == 1 or re.match(rf"rank {rank} (lost|waited .* for) rank 1", outcome.error or ""), outcome.error

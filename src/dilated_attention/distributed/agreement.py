@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.group import CommunicationError, GroupTransport
+from dilated_attention.distributed.group import CommunicationError, GroupTransport, ranks_text
 
 _HEADER = struct.Struct("<16sqqqq")  # hash and bytes of the fields, length, seed, flags
 _LONGEST = 2000  # characters of a field that are told
@@ -86,14 +86,9 @@ def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
         for other, fields in enumerate(said):
             by_value.setdefault(fields.get(name, "absent"), []).append(other)
         usual_first = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-        told = [f"{value} on {_ranks(who)}" for value, who in usual_first]
+        told = [f"{value} on {ranks_text(who)}" for value, who in usual_first]
         found += [f"{name} is {' and '.join(told)}"] if len(told) > 1 else []
     return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    few = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
-    return few if len(ranks) <= 8 else f"{few} and others"
 
 
 def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:

@@ -13,7 +13,7 @@ import datetime
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +143,16 @@ class GroupTransport:
                 work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
                 work.wait(datetime.timedelta(milliseconds=1))
 
+    def gone(self) -> list[int]:
+        """The ranks whose connections are closed: gloo refuses at once to send them anything."""
+        found, never = [], torch.empty(1, dtype=torch.uint8)
+        for peer in {*range(self.size)} - {self.rank} if self.agrees_on_host else ():
+            try:
+                dist.isend(never, group=self.group, group_dst=peer, tag=_NEVER_SENT)
+            except RuntimeError:
+                found.append(peer)
+        return found
+
     def _check_usable(self) -> None:
         """Raise if an earlier step over the group failed: messages may still be on their way in it."""
         if self.group in _failures:
@@ -185,11 +195,21 @@ class GroupTransport:
             whom = f"some of {self.size} ranks" if peer is None else f"rank {peer}"
             what = f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {whom} in {step}"
             _failures.setdefault(self.group, what)
+            is_late = "timed out" in str(error).lower()  # gloo itself has then closed all connections
+            others = [] if is_late else [rank for rank in self.gone() if rank != peer]
             self._close()  # the ranks that wait for this one need not
             limit = "the group's own timeout" if self.timeout is None else f"{self.timeout:g} s"
-            late = f"nothing came within {limit}, it hangs or is far behind"
-            why = late if "timed out" in str(error).lower() else _short(error)
-            raise CommunicationError(f"{what}: {why}") from error
+            why = f"nothing came within {limit}, it hangs or is far behind" if is_late else _short(error)
+            more = f"; no connection to {ranks_text(others)} either" if others else ""
+            raise CommunicationError(f"{what}: {why}{more}") from error
+
+    def name_lost(self, error: RuntimeError) -> None:
+        """Raise, if there are ranks to name in an error of somebody else's collective."""
+        if gone := self.gone():
+            what = f"rank {self.rank} lost {ranks_text(gone)}"
+            _failures.setdefault(self.group, what)
+            self._close()
+            raise CommunicationError(f"{what}: {_short(error)}") from error
 
 
 _warm: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -261,6 +281,12 @@ def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
 def _tag(kind: str, message: Tensor) -> int:
     """Gloo hands a message over where tags agree, and aborts the process if its size is not the one expected."""
     return zlib.crc32(f"{kind}: {message.numel()}".encode()) % _NEVER_SENT
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For people."""
+    few = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
+    return few if len(ranks) <= 8 else f"{few} and others"
 
 
 def _short(error: RuntimeError) -> str:

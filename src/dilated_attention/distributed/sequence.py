@@ -6,8 +6,9 @@ Legend: N tokens on P ranks; x (..., n, ...) with n of the N tokens along ``dim`
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention.distributed.agreement import ask, telling
-from dilated_attention.distributed.group import GroupTransport, telling_device, wire_device
+from dilated_attention.distributed.group import CommunicationError, GroupTransport, telling_device, wire_device
 
 Group = ProcessGroup | DeviceMesh
 
@@ -103,6 +104,25 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     lengths = say(fields, length).lengths
     transport.warm_up()
     return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(group: Group) -> Iterator[None]:
+    """Makes an error of any collective say which ranks are gone, also one of FSDP or DDP. Over gloo.
+
+    Put it around the steps of a training. Calls of this library name the rank by themselves.
+
+    Examples:
+        >>> with da.naming_lost_ranks(group):
+        ...     torch.distributed.all_reduce(torch.ones(1), group=group)  # and so on
+    """
+    pg = process_group(group)
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, CommunicationError):
+            GroupTransport(pg, telling_device(pg, None), None).name_lost(error)
+        raise
 
 
 def global_mean(token_losses: Tensor, group: Group, mask: Tensor | None = None) -> Tensor:
