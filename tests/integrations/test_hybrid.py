@@ -293,5 +293,7 @@ def test_what_is_refused() -> None:
     hf.refused(made(config_of("gemma3", use_bidirectional_attention=True)), "cannot honour mask functions")
     hf.refused(model_of("gpt_oss"), "pass cu_seq_lens_q", **hf.packed())
     hf.refused(made(config_of("gpt2", add_cross_attention=True)), "takes no cross-attention")
-    with pytest.raises(ValueError, match="no room for what layers of type 'conv' keep: use DynamicCache"):
+    with pytest.raises(
+        ValueError, match="layers of type 'conv' have no pattern, and no room in DilatedCache: use Dynamic"
+    ):
         DilatedCache(Lfm2Config(**{**SHAPE, "layer_types": ["conv", "full_attention", "conv"]}))

@@ -100,7 +100,7 @@ def patterns_of(config: Any) -> tuple[Pattern, ...]:
     found = []
     for given, kind in zip(set_patterns(config), kinds_of(config), strict=True):
         if kind not in (*FULL, *SIZES):
-            raise ValueError(f"DilatedCache has no room for what layers of type {kind!r} keep: use DynamicCache")
+            raise ValueError(f"layers of type {kind!r} have no pattern, and no room in DilatedCache: use DynamicCache")
         size = getattr(config, SIZES[kind]) if kind in SIZES else None
         found.append(own_pattern(config, size) if given is None else given)
     return tuple(found)
