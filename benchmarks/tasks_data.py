@@ -20,7 +20,7 @@ from dilated_attention.models import recall
 BEGIN = 256  # the token before the first byte
 SHARE = 0.1  # of all bytes, at most, are in packages that are held out
 MOST = 8  # sequences of one package
-APART = 256  # bytes of text for each question
+APART = 128  # bytes of text for each question
 WEIGHT = 8.0  # in the loss of a byte of an answer: there are few
 
 

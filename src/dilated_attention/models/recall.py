@@ -1,7 +1,7 @@
 """Recall at a distance: facts are planted in a text of bytes, and asked for further on.
 
 pairs: a fact is ``@key=value;`` with random letters. It is asked for by ``@key=``, among the other facts of its row.
-needle: the same, with one of the ten keys that every row has.
+needle: the same, with one of a hundred keys that are the same in all rows.
 chain: ``@key=value;``, later ``@other=key;``. It is asked for by ``@other?``, and the answer is the value.
 
 Everything is written over the text, so rows keep their lengths. Values are random, and no two of a row are equal: an
@@ -22,7 +22,7 @@ from dilated_attention.models.lm import LongNetLM, states_of
 KINDS = ("pairs", "needle", "chain")
 WIDTH = 4  # letters of a key and of a value
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-NEEDLES = tuple(b"key%d" % number for number in range(10))
+NEEDLES = tuple(b"ke%02d" % number for number in range(100))
 FACT = WIDTH * 2 + 3  # the bytes of @key=value;
 LEAST = 64  # bytes of a distance: another fact of a chain must find room in between
 TRIES = 200  # places that are drawn for a question before there is no room
