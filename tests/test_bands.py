@@ -12,10 +12,11 @@ import torch
 
 import dilated_attention as da
 from dilated_attention import bands
-from dilated_attention.blocks import Block, View, away
+from dilated_attention.blocks import Block, View
 from dilated_attention.branches import KINDS
 from dilated_attention.call import Call
 from dilated_attention.pattern import Counts
+from dilated_attention.plan import away
 from dilated_attention.reference import key_counts
 from tests.test_branches import drawn
 

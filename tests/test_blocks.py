@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention import DilatedPattern
-from dilated_attention.blocks import Block, plan
+from dilated_attention.blocks import Block
 from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
+from dilated_attention.plan import plan
 from dilated_attention.reference import key_counts
 
 LONGNET, TORCHSCALE = DilatedPattern.longnet, DilatedPattern.torchscale

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import dilated_attention as da
 from dilated_attention import Pattern, dilated_attention, reference, testing
-from dilated_attention.blocks import plan
 from dilated_attention.branches import KINDS, Blocks, Branch, Dense, Dilated, Global, Prefix, Strided, Window
 from dilated_attention.branches.base import Rect, rows_at
 from dilated_attention.call import Call
+from dilated_attention.plan import plan
 
 
 def drawn(kind: str, n: int, pick: random.Random) -> Branch:

@@ -33,8 +33,8 @@ PUBLIC = [
 
 # A module imports only what stands before it. A new module takes its place here.
 LAYERS = [
-    "units", "checks", "branches", "pattern", "dropout", "merge", "call", "blocks", "bands", "backends",
-    "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "_explain", "streaming",
+    "units", "checks", "branches", "shown", "pattern", "dropout", "merge", "call", "blocks", "plan", "bands",
+    "backends", "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "streaming",
     "reference", "testing", "ranks", "nn", "compat", "charts", "models", "slides", "integrations",
     "show", "advice", "bench", "scoring", "fitting", "cli", "__main__",
 ]  # fmt: skip
@@ -163,7 +163,7 @@ WALLS = {  # what may not import what
     # a backend is named in its folder only, and in tools
     r"(?!backends|charts|slides|show|advice|bench|cli|ranks|__main__)": r"backends\.(triton|sdpa|eager|aten)",
     # what computes dense problems knows nothing of patterns
-    r"backends\.(problem|aten|sdpa|eager)$": r"(pattern|blocks)$",
+    r"backends\.(problem|aten|sdpa|eager)$": r"(pattern|blocks|plan)$",
     r"distributed": r"(?!distributed)",
     # the oracle shares no code with what it checks, but the definitions
     r"reference$": r"(?!(pattern|dropout|branches)$)",
@@ -185,7 +185,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [11_664, 63_720], "tools": [5_655, 29_910]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [11_660, 63_700], "tools": [5_655, 29_910]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

@@ -29,7 +29,6 @@ def _is_own_command() -> bool:
 # An ordinary program gets all names at once, and the registered ops with them. Only the command waits until a name is
 # asked for: its help must come at once, and `import torch` takes seconds.
 if TYPE_CHECKING or not _is_own_command():
-    from dilated_attention._explain import Explanation, explain
     from dilated_attention.branches import Blocks, Dense, Dilated, Global, Prefix, Strided, Window
     from dilated_attention.checks import DilatedAttentionWarning
     from dilated_attention.compat import (  # noqa: F401
@@ -51,7 +50,7 @@ if TYPE_CHECKING or not _is_own_command():
         naming_lost_ranks,
         shard_sequence,
     )
-    from dilated_attention.functional import attention_mass, dilated_attention
+    from dilated_attention.functional import Explanation, attention_mass, dilated_attention, explain
     from dilated_attention.nn import (
         DilatedAttention,
         MultiheadDilatedAttention,
@@ -63,7 +62,7 @@ if TYPE_CHECKING or not _is_own_command():
     from dilated_attention.streaming.chunks import stream
 else:
     _HOMES = (
-        "branches", "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks",
+        "branches", "pattern", "functional", "nn", "context_parallel", "streaming.chunks", "checks",
         "ring.cost", "distributed.group", "distributed.sequence", "compat",
     )  # fmt: skip
 

@@ -16,8 +16,7 @@ from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, warn
 from dilated_attention.context_parallel import Over
 from dilated_attention.distributed.sequence import Group, mean_over_ranks
-from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Lengths, ModuleOptions
+from dilated_attention.nn.core import DilatedAttention, Lengths, ModuleOptions
 from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingDilatedAttention

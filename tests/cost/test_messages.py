@@ -93,7 +93,10 @@ def enumerated(case: Case, rank: int, exchange: str) -> list[int]:
         passes.append([("backward there", steps), ("backward back", [(received, sent)])])
     else:
         steps = [
-            tuple(rows(view for some in peers.values() for view in some) for peers in step[:2])
+            (
+                rows(view for views in step.readers.values() for view in views),
+                rows(part.rows for parts in step.owners.values() for part in parts),
+            )
             for step in steps_of(call, shards, exchange == "ring", rank)
         ]
         passes = [[("blocks", steps)], [("blocks", steps), ("sums", [(b, a) for a, b in steps])]]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, merge
 from dilated_attention.backends.triton import fuse
-from dilated_attention.blocks import View, plan
+from dilated_attention.blocks import View
 from dilated_attention.call import Call
+from dilated_attention.plan import plan
 from tests.cases import INTERPRETED
 from tests.on_gpu import DEVICE
 

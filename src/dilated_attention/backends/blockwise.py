@@ -28,9 +28,10 @@ from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
 from dilated_attention.backends.tensors import readable, span, within, without_infinity
 from dilated_attention.bands import without_bands
-from dilated_attention.blocks import Block, Packed, Plan, SegmentHeads, folds, plan
+from dilated_attention.blocks import Block, Packed
 from dilated_attention.call import Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
+from dilated_attention.plan import Plan, SegmentHeads, folds, plan
 
 log = logging.getLogger("dilated_attention")
 

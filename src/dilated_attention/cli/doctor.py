@@ -52,7 +52,7 @@ def kernels(devices: Sequence[str]) -> dict[str, list[str]]:
     """What a plain call runs on each device in each dtype, and why no other does; alike ones together."""
     import torch
 
-    from dilated_attention._explain import explain
+    from dilated_attention.functional import explain
     from dilated_attention.pattern import DilatedPattern
 
     alike: dict[str, list[str]] = {}

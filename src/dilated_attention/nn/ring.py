@@ -10,8 +10,7 @@ from typing import Unpack
 
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import ContextParallel, Exchange, Over
-from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Lengths, ModuleOptions
+from dilated_attention.nn.core import DilatedAttention, Lengths, ModuleOptions
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
 from dilated_attention.ring.run import Ranks
 

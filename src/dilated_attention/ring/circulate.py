@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
-from dilated_attention.blocks import Away, View, away
+from dilated_attention.blocks import View
 from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
+from dilated_attention.plan import Away, away
 from dilated_attention.ring.messages import message_bytes, pack, rows_of, shape_of, sizes_of, unpack
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.shards import Shards

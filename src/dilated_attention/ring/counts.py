@@ -1,6 +1,6 @@
 """What every rank sends, receives, holds and computes in each exchange, counted for all ranks at once.
 
-What the queries of one rank need of others follows from their rectangles, as in `blocks.away`. A
+What the queries of one rank need of others follows from their rectangles, as in `plan.away`. A
 dilated branch repeats itself: what queries need is found once for all that lie alike in their segments.
 """
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.blocks import together, with_keys_here
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import Rows
 from dilated_attention.branches.union import Part, count_pairs, moved_to
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
+from dilated_attention.plan import together, with_keys_here
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.messages import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards

@@ -12,9 +12,9 @@ from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.run import OneDevice
-from dilated_attention.blocks import SegmentHeads
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.distributed.group import GroupTransport, Pending
+from dilated_attention.plan import SegmentHeads
 from dilated_attention.ring.messages import Travelling
 from dilated_attention.ring.shards import Shards
 

@@ -1,10 +1,12 @@
-"""stream(): checks chunks as they come, passes them on, and deals the results back to the chunks.
+"""stream(): one long sequence in chunks, and what is held from one chunk to the next: tokens that wait, rows that later
+ones see, and results of chunks that are not complete.
 
 Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (B, n, H, D).
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -13,12 +15,13 @@ from torch import Tensor
 
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
+from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_options, resolve
-from dilated_attention.streaming.held import Stream
-from dilated_attention.streaming.kv_cache import any_mode
+from dilated_attention.streaming.kv_cache import KVCache, any_mode
+from dilated_attention.units import bytes_text
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
@@ -82,32 +85,30 @@ def stream(
 def _outputs(
     chunks: Iterator[Chunk], options: Options, max_bytes: int | None, num_tokens: int | None
 ) -> Iterator[Tensor]:
-    outputs, index, tokens = OutputQueue(), 0, 0
     work: Stream | None = None
+    index = 0
     for chunk in chunks:
         call, (query, key, value) = _checked(index, chunk, options)
-        call, tokens = call._replace(queries=0, keys=0, total=0), tokens + query.shape[1]
+        call = call._replace(queries=0, keys=0, total=0)
         with any_mode():
             if work is None:
-                work = Stream(call, outputs.deliver, num_tokens)
+                work = Stream(call, num_tokens)
                 work.check_memory(max_bytes)
                 if work.in_parts:
                     choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
             if _kind(call) != _kind(work.call):
                 raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")
-            if num_tokens is not None and tokens > num_tokens:
+            if num_tokens is not None and (tokens := work.position + query.shape[1]) > num_tokens:
                 raise ValueError(f"with chunk {index} there are {tokens:,} tokens, and num_tokens is {num_tokens:,}")
-            outputs.expect(query)
+            work.expect(query)
             work.take(query, key, value)
         del chunk, query, key, value  # or two chunks would be there while the next one is made
         index += 1  # noqa: SIM113 - enumerate() would hold on to the chunk
-        while outputs.finished:
-            yield outputs.finished.popleft()
+        yield from work.ready()
     if work is not None:
         with any_mode():
-            work.end()
-    while outputs.finished:
-        yield outputs.finished.popleft()
+            work.compute(work.position)  # there are no more tokens: the last ones see no others
+        yield from work.ready()
 
 
 def _kind(call: Call) -> str:
@@ -138,26 +139,111 @@ def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
     return call, (query, key, value)
 
 
-class OutputQueue:
-    """Results, which come in the order of the tokens, dealt to the chunks that wait for them."""
+class Stream:
+    """The work of a stream. Tokens wait, copied, until all that they see has come; of a causal one, none does.
 
-    def __init__(self) -> None:
-        self.finished: deque[Tensor] = deque()
-        self.waiting: deque[int] = deque()  # lengths
-        self.parts: list[Tensor] = []  # of the first that waits
+    Those up to ``done`` have their outputs; those up to ``position`` have come.
+    """
+
+    def __init__(self, call: Call, num_tokens: int | None) -> None:
+        """``call``: has the shapes of no tokens, alike for all chunks."""
+        self.call, self.num_tokens = call, num_tokens
+        like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
+        self.cache = KVCache(call.pattern, like, tokens=1)
+        self.ahead = 0 if call.is_causal else max(some[0].ahead for some in self.cache.kept)
+        if self.ahead >= FOREVER:
+            raise NotImplementedError(f"a stream that is not causal would wait for all tokens, with {call.pattern}")
+        self.position = self.done = 0
+        self.waiting: list[list[Tensor]] = [[], [], []]  # q, k and v
+        self.finished: deque[Tensor] = deque()  # outputs of whole chunks,
+        self.lengths: deque[int] = deque()  # of the chunks that wait for theirs,
+        self.parts: list[Tensor] = []  # and what there is of the first
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some tokens are not computed in whole periods."""
+        return self.call.is_causal or self.call.adds_zeros or self.ahead != self.cache.period
+
+    def held_bytes(self) -> int:
+        """At the most; of rows that have no limit, those of the tokens so far."""
+        call, most = self.call, FOREVER if self.num_tokens is None else self.num_tokens
+        tokens = min(self.cache.full, most)
+        tokens = self.position if tokens == FOREVER else tokens
+        rows = self.cache.rows_for(tokens) if self.ahead != self.cache.period else 0
+        rows = 2 * rows + min(self.ahead, most) * (call.heads + 2 * call.kv_heads)
+        return rows * call.samples * call.head_dim * call.dtype.itemsize
+
+    def check_memory(self, max_bytes: int | None) -> None:
+        """Raise if what is held from one chunk to the next does not fit. Nothing is held yet."""
+        self.limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
+        self.check_held()
+
+    def check_held(self) -> None:
+        held, limit = self.held_bytes(), self.limit
+        if limit is None or held <= limit:
+            return
+        what, causal = "the longest segment", "is_causal=True, "
+        if self.call.is_causal:
+            what, causal = "the keys and values that later tokens see", ""
+        raise ValueError(
+            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
+            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
+            "num_tokens"
+        )
+
+    def take(self, *qkv: Tensor) -> None:
+        """The next tokens: to the end of the period, and those after it, of which whole periods are not copied."""
+        first = min(qkv[0].shape[1], -self.position % self.cache.period)
+        for part in slice(0, first), slice(first, None):
+            some = [x[:, part] for x in qkv]
+            for waiting, x in zip(self.waiting, some, strict=True):
+                waiting.append(x)
+            self.position += some[0].shape[1]
+            known = min(some[0].known(self.position) for some in self.cache.kept)
+            self.compute(self.position if self.call.is_causal else known)
+
+    def compute(self, known: int) -> None:
+        """Deliver the outputs of the tokens up to this one, and hold what is left."""
+        at, count = self.done, known - self.done
+        if count > 0:
+            if self.cache.full == FOREVER:
+                self.check_held()
+            for waiting in self.waiting:
+                if len(waiting) > 1:
+                    waiting[:] = [torch.cat(waiting, 1)]
+            q, k, v = (waiting.pop() for waiting in self.waiting)
+            self.deliver(self.cache.chunk(self.call, q[:, :count], k, v, at)[0])
+            self.cache.reserve(known)
+            self.cache.keep_chunk(k[:, :count], v[:, :count], at)
+            self.done, self.waiting = known, [[x[:, count:]] for x in (q, k, v)]
+        for waiting in self.waiting:  # a chunk may be overwritten
+            waiting[-1:] = [x.clone() for x in waiting[-1:] if x.shape[1]]
 
     def expect(self, query: Tensor) -> None:
         """One more chunk, whose output is like its query."""
-        self.waiting.append(query.shape[1])
+        self.lengths.append(query.shape[1])
         self.deliver(query[:, :0])  # all of an empty chunk, if no other waits
 
     def deliver(self, result: Tensor) -> None:
         """The output of the next tokens, which nobody else holds; it is given as it is where it is all of a chunk's."""
         parts = [*self.parts, result]
-        while self.waiting and sum(part.shape[1] for part in parts) >= self.waiting[0]:
-            length, (*earlier, last) = self.waiting.popleft(), parts
+        while self.lengths and sum(part.shape[1] for part in parts) >= self.lengths[0]:
+            length, (*earlier, last) = self.lengths.popleft(), parts
             count = length - sum(part.shape[1] for part in earlier)
             is_all = last is result and 0 < length == count == last.shape[1]
             self.finished.append(last if is_all else torch.cat([*earlier, last[:, :count]], 1))
             parts = [last[:, count:]]
         self.parts = [part.clone() for part in parts if part.shape[1]]
+
+    def ready(self) -> Iterator[Tensor]:
+        while self.finished:
+            yield self.finished.popleft()
+
+
+def _half_of_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch's allocator
+        return (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return None

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention import autograd, blocks
+from dilated_attention import autograd
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Backend, choose
@@ -32,6 +32,7 @@ from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import Pattern
+from dilated_attention.plan import away
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.slots import Slot, Table, tables_of
 
@@ -183,7 +184,7 @@ class KVCache:
         with no_autocast(q.device):
             work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
-            for part in blocks.away(call, 0, before):
+            for part in away(call, 0, before):
                 kept = self._rows(part.rows, part.blocks[0].branch, samples)
                 sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
                 for block, seen in work.each(part.blocks, sources, None, part.packed):

@@ -1,0 +1,279 @@
+"""A call as blocks, and what its queries see of keys that lie elsewhere.
+
+Whole segments are folded into the batch of a block. A segment that begins before the queries, or ends after them, is a
+block of its own.
+
+Legend: B samples, n tokens here, H query heads, Hk key/value heads, D head dim; b = samples x segments, L rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dilated_attention.blocks import Block, HeadRun, Packed, View, head_runs
+from dilated_attention.branches import Branch, Dilated
+from dilated_attention.branches.base import Rect, grouped
+from dilated_attention.call import Call
+from dilated_attention.checks import Ints
+from dilated_attention.pattern import zeros_beside
+
+
+class Plan(NamedTuple):
+    """The blocks of a call whose keys are here."""
+
+    blocks: tuple[Block, ...]
+    bare: tuple[int, int]  # key/value heads: in all others, blocks that write first cover every row
+    merges: bool  # whether some row gets several parts
+
+
+def folds(*tensors: Tensor) -> bool:
+    """Whether (B, n) of all these tensors is one stride, so that segments of many samples are one batch."""
+    return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
+
+
+SegmentHeads = frozenset[tuple[int, int, int]]  # (branch, start of the segment, head)
+
+
+@functools.lru_cache(maxsize=512)
+def plan(
+    call: Call, fold: bool = True, sample: int = 0, keys_follow: bool = False,
+    computed_remotely: SegmentHeads = frozenset(),
+) -> Plan:  # fmt: skip
+    """The blocks of a call. ``fold`` as `folds` says; ``sample``: the first one that the blocks are of.
+
+    ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
+    """
+    if not call.samples or not call.queries:
+        return Plan((), (0, call.kv_heads), False)
+    apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
+    blocks: list[Block] = []
+    written: set[int] = set()
+    bare = list(range(call.kv_heads)) if apart else []
+    for index in call.pattern.order(call.drops):  # a first branch of rate 1 writes every row: nothing needs filling
+        branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
+        fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
+        bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
+        for is_first in (True, False):
+            some = [head for head in heads if (head in fresh) == is_first]
+            blocks += _blocks(call, index, some, sample, fold, is_first, computed_remotely)
+        written.update(heads)
+    bare += set(range(call.kv_heads)) - written
+    merges = keys_follow or apart or not all(block.is_first for block in blocks)
+    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
+
+
+class Away(NamedTuple):
+    """Keys that lie elsewhere, with another rank or in a cache, and the blocks of a call's queries with them."""
+
+    rows: View  # of the tensors there, with the keys of all blocks
+    blocks: tuple[Block, ...]
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(None, self.rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
+    """What the queries of a call see of the keys [first, first + count), which are not here.
+
+    Both ends of a message make the same list. A row that several blocks of a branch see is packed once for each head.
+    """
+    call = call._replace(key_start=first, keys=count)
+    if not count or not _cu_seqlens_here(call):
+        return ()
+
+    def lane(block: Block) -> Hashable:
+        keys = block.keys
+        return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
+
+    found: list[Away] = []
+    for blocks in grouped(_apart(plan(call, False).blocks), lane).values():
+        spans = together(span for block in blocks for span in _spans(block.keys))
+        starts = [start for start, _ in spans]
+        waiting: list[list[Block]] = [[] for _ in spans]
+        for block in blocks:
+            places = {bisect.bisect_right(starts, start) for start, _ in _spans(block.keys)}
+            for one in [block] if len(places) == 1 else block.cut(batch=1):
+                waiting[bisect.bisect_right(starts, one.keys.token) - 1].append(one)
+        for (start, stop), some in zip(spans, waiting, strict=True):
+            keys = some[0].keys
+            rows = keys._replace(token=start, segments=1, segment_step=0, rows=(stop - start) // keys.row_step)
+            found.append(Away(rows, tuple(some)))
+    return tuple(found)
+
+
+def _apart(blocks: Iterable[Block]) -> Iterator[Block]:
+    """The blocks, with one head each where a head is in views of several kinds, and where segments are not whole rows
+    apart."""
+    kinds: dict[tuple[int, int], set[Hashable]] = {}
+    for block in blocks:
+        for head in block.keys.numbers:
+            kinds.setdefault((block.branch, head), set()).add(block.keys[7:])
+    for block in blocks:
+        heads = 1 if any(len(kinds[block.branch, head]) > 1 for head in block.keys.numbers) else None
+        batch = 1 if block.keys.segments > 1 and block.keys.segment_step % block.keys.row_step else None
+        for one in block.cut(heads=heads, batch=batch):
+            yield one._replace(keys=one.keys._replace(head_step=1, token_step=0)) if one.heads == 1 else one
+
+
+def _spans(keys: View) -> list[tuple[int, int]]:
+    """The tokens of the first head, segment by segment."""
+    starts = (keys.token + index * keys.segment_step for index in range(keys.segments))
+    return [(start, start + keys.rows * keys.row_step) for start in starts]
+
+
+def together(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches [start, stop) that meet or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+class Place(NamedTuple):
+    """A rectangle of one head, in its sequence."""
+
+    rect: Rect
+    segment: int  # where that of the first queries begins, in a dilated branch
+    zeros: int
+    but: tuple[Branch, ...]
+    sequence: tuple[int, int]
+
+
+def _blocks(
+    call: Call, index: int, heads: list[int], sample: int, fold: bool, is_first: bool, elsewhere: SegmentHeads
+) -> Iterator[Block]:  # fmt: skip
+    """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one."""
+    found: dict[Hashable, dict[int, Place]] = {}
+    listed: dict[int, dict[int, Place]] = {}
+    for head in heads:
+        alike = call.looks(head)
+        if alike not in found:
+            found[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))
+        for number, place in found[alike].items():
+            if (index, place.segment, head) not in elsewhere:
+                listed.setdefault(number, {})[head] = place
+    for places in listed.values():
+        starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places.items()]
+        shapes = {head: _shape(place) for head, place in places.items()}
+        for run in head_runs(starts, shapes.__getitem__, call.q_per_kv):
+            yield from _of_run(call, index, run, places[run.first[0]], sample, fold, is_first)
+
+
+def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
+    """The places by number, in which heads agree. Unless ``apart``, one that continues another repeats it."""
+    found: dict[int, Place] = {}
+    latest: dict[Hashable, int] = {}
+    for number, place in enumerate(places):
+        rect = place.rect
+        if rect.is_empty:
+            continue
+        distances = rect.keys.start - rect.queries.start, rect.queries.start - place.segment
+        kind = rect.queries[1:], rect.keys[1:], distances, rect[2:4], place.zeros, place.but and place.sequence
+        before = found.get(latest.get(kind, -1))
+        joined = not apart and before and before.rect.followed_by(rect)
+        if before and joined:
+            found[latest[kind]] = before._replace(rect=joined)
+        else:
+            found[number] = place
+            latest[kind] = number
+    return found
+
+
+def _places(call: Call, index: int, head: int) -> Iterator[Place]:
+    """The rectangles of a branch and head, in the tokens of all sequences."""
+    branch = call.branches[index]
+    for begin, end in itertools.pairwise(_cu_seqlens_here(call)):
+        queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
+        here = call.key_start - begin, call.key_start + call.keys - begin
+        reach = branch.reach(queries) or range(n)
+        if not queries or reach.stop <= here[0] or here[1] <= reach.start:
+            continue
+        for rect, but in call.parts(index, head, queries, n):
+            first, segment, zeros = rect.queries.start, begin, 0
+            if isinstance(branch, Dilated):
+                segment += first - first % branch.length
+                zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
+            for part in with_keys_here(rect, *here):
+                for even in part.even():
+                    yield Place(even.moved(begin), segment, zeros, but, (begin, end))
+
+
+def _cu_seqlens_here(call: Call) -> Ints:
+    """Those of the sequences that have both queries and keys here."""
+    cu_seqlens = call.borders
+    first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
+    if first >= stop:  # at most the one that reaches from the earlier ones to the later ones
+        first, stop = stop - 1, first + 1
+        before = max(bisect.bisect_right(cu_seqlens, first) - 1, 0)
+        return cu_seqlens[before : before + 2] if cu_seqlens[before + 1] >= stop else ()
+    return cu_seqlens[bisect.bisect_right(cu_seqlens, first) - 1 : bisect.bisect_left(cu_seqlens, stop) + 1]
+
+
+def with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
+    """The rectangle with those of its keys that are here."""
+    last = rect.keys.last + (rect.repeats - 1) * rect.period
+    if rect.is_empty or (first <= rect.keys.start and last < stop):
+        return [rect]
+    if rect.period:  # the repeats that have some
+        begin = max(0, -((rect.keys.last - first) // rect.period))
+        rect = rect.some(begin, max(begin, min(rect.repeats, -((rect.keys.start - stop) // rect.period))))
+    return [x._replace(keys=x.keys.inside(first, stop)).between() for x in rect.singles()]
+
+
+def _shape(place: Place) -> Hashable:
+    """What heads of one block share."""
+    queries, keys, *rest = place.rect
+    return queries[1:], keys[1:], *rest, place.zeros, place.but
+
+
+def _of_run(
+    call: Call, index: int, run: HeadRun, place: Place, sample: int, fold: bool, is_first: bool
+) -> Iterator[Block]:
+    """A block for each batch that a view takes."""
+    rect, limits = place.rect, _in_rows(place.rect)
+    for first, samples, skipped, segments in _batches(call, rect, fold):
+        shift = skipped * rect.period
+        queries, keys = (
+            View(
+                sample + first, samples, run.first[i] + shift, segments, rect.period or rows.length * rows.step,
+                rows.length, rows.step, run.first[0], run.heads, run.steps[0], run.steps[i], start,
+            )
+            for i, rows, start in ((1, rect.queries, call.start), (2, rect.keys, call.key_start))
+        )  # fmt: skip
+        yield Block(
+            index, queries, keys, *limits, place.segment + shift, place.zeros, is_first, place.but, place.sequence
+        )
+
+
+def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
+    """The limits in rows, which then go in steps of one size."""
+    if rect.low is None and rect.high is None:
+        return None, None
+    (start, step, _), (key, key_step, _) = rect.queries, rect.keys
+    assert step == key_step or min(rect.queries.length, rect.keys.length) == 1
+    low = None if rect.low is None else -((key - start - rect.low) // step)
+    return low, None if rect.high is None else (rect.high - key + start) // step
+
+
+def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, int]]:
+    """(first sample, samples, segments skipped, segments): what of a repeated rectangle is one batch.
+
+    Samples and segments are one only if their strides chain; else the fewer of them are a loop.
+    """
+    folded = fold and not call.is_decode and rect.repeats * rect.period == call.queries
+    if rect.repeats == 1 or call.samples == 1 or folded:
+        return [(0, call.samples, 0, rect.repeats)]
+    if rect.repeats < call.samples:
+        return [(0, call.samples, at, 1) for at in range(rect.repeats)]
+    return [(sample, 1, 0, rect.repeats) for sample in range(call.samples)]
