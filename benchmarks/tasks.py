@@ -49,7 +49,7 @@ SEQUENCES, LONGEST = 32, 128 * K  # of held-out text
 SECONDS, AROUND = 100.0, 100  # of training; of the rest of a run
 MODEL: dict[str, float] = {"dim": 512, "depth": 8, "heads": 8, "lr": 2e-3, "warmup": 100}
 FRESH = (1, 2, 3)  # seeds of registered runs
-FAR = ("dilated", "strided")  # which also run with a learned weight of what only far branches show
+FAR = ("longnet", "dilated", "strided")  # which also run with a learned weight of what only far branches show
 SHORT = ("dense", "full-layers", "window", "longnet", "dilated", "strided")
 LONG = (*SHORT, "window-1k", "full-heads", *(f"{name}-learned" for name in FAR))
 QUEUE = [
@@ -119,7 +119,7 @@ def patterns_of(attention: str, n: int, depth: int, heads: int, near: int) -> li
 def config_of(run: Run, given: Any, small: int) -> LMConfig:
     name = run.attention.removesuffix("-learned")
     layers = patterns_of(name, run.window // small, given.depth, given.heads, NEAR // small)
-    near = None if name == run.attention else {"dilated": 2, "strided": 1}[name]
+    near = None if name == run.attention else {"longnet": 1, "dilated": 2, "strided": 1}[name]
     pattern: Any = layers[0] if len({*layers}) == 1 else tuple(layers)
     return LMConfig(
         tasks_data.BEGIN + 1, given.dim, given.depth, given.heads, pattern, rotary_base=1e6, near=near

@@ -17,8 +17,8 @@ Groups = dict[tuple[str, int], list[Result]]  # runs that differ in their seeds
 
 COLOURS = {  # of the report, so that each has a form for dark pages
     "dense": "#59636e", "full-layers": "#c4314b", "full-heads": "#a626a4", "window": "#bc4c00", "window-1k": "#9a6700",
-    "longnet": "#1a7f37", "dilated": "#0550ae", "dilated-learned": "#007a99", "strided": "#6639ba",
-    "strided-learned": "#8250df",
+    "longnet": "#1a7f37", "longnet-learned": "#4d7c0f", "dilated": "#0550ae", "dilated-learned": "#007a99",
+    "strided": "#6639ba", "strided-learned": "#8250df",
 }  # fmt: skip
 PRIMARY, LENGTH, SHORT = "full-layers", 32768, 8192  # what is registered
 BASELINES, SEEDS, WITHIN = ("dense", "window"), 3, 1.01
