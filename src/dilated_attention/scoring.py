@@ -47,14 +47,14 @@ def by_position(model: Any, rows: Tensor) -> list[dict[str, Any]]:
     ]
 
 
-def planted(text: bytes, n: int, most: int) -> recall.Planted:
+def planted(text: bytes, n: int, most: int, seed: int = 0) -> recall.Planted:
     """Rows of n bytes with facts planted in them, and questions at distances that double."""
     distances = [*itertools.takewhile(lambda x: 2 * x < n, (recall.LEAST << i for i in range(40)))]
     rows = [bytearray(piece) for piece in pieces(text, n, most, n) if len(piece) == n]
     if not rows or not distances:
         raise ValueError(f"recall needs rows of more than {2 * recall.LEAST} bytes and a text that fills one, got {n}")
     given = torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows])
-    return recall.plant(given, distances, questions=max(1, n // 128), seed=0)
+    return recall.plant(given, distances, questions=max(1, n // 128), seed=seed)
 
 
 @torch.no_grad()
