@@ -6,6 +6,8 @@ kernels have none). Window layers run on our attention, on the windows of FlashA
 FlexAttention; full layers of the other sides on PyTorch's scaled_dot_product_attention. Each side is held against the
 oracle before it is timed. A step is forward and backward of one row, with checkpointing and the loss in chunks.
 
+With --prompts, Gemma-3-1B as transformers has it, with random weights, writes on from prompts with each kind of cache.
+
 Results are written after each row. The same command goes on where it was cut.
 """
 
@@ -160,10 +162,48 @@ def step_of(model: LongNetLM, tokens: int, near: Attention, full: Attention) -> 
     return step
 
 
+CACHES = (("DilatedCache", "dilated"), ("DynamicCache", "dilated"), ("DynamicCache", "sdpa"), ("StaticCache", "sdpa"))
+
+
+@torch.no_grad()
+def generated(prompt: int, cache: str, attention: str, shrink: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second after a prompt: the time of many new tokens less that of few."""
+    import transformers
+
+    from dilated_attention.integrations import transformers as ours
+
+    ours.register()
+    window, config = config_of("gemma-3-1b", shrink)
+    kinds = ["full_attention" if one == FULL else "sliding_attention" for one in config.patterns]
+    theirs = transformers.Gemma3TextConfig(
+        vocab_size=config.vocab_size, hidden_size=config.dim, intermediate_size=config.ffn_dim, layer_types=kinds,
+        num_hidden_layers=config.depth, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim, sliding_window=window, max_position_embeddings=2 * prompt, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(given["device"]):
+        make = transformers.AutoModelForCausalLM.from_config
+        model = make(theirs, attn_implementation=attention, dtype=given["dtype"]).eval()
+    ids = torch.randint(1, config.vocab_size, (1, prompt), device=given["device"])  # 0 is padding
+    few, many = 8, 8 + max(8, 128 // shrink)
+
+    def write(count: int) -> None:
+        more: dict[str, Any] = {"StaticCache": {"cache_implementation": "static"}}.get(cache, {})
+        if cache == "DilatedCache":
+            more["past_key_values"] = ours.DilatedCache(theirs)
+        model.generate(ids, do_sample=False, min_new_tokens=count, max_new_tokens=count, **more)
+
+    # the static cache has its size from the count, and is compiled for each
+    ms = [turns.timed(functools.partial(write, count), 0.0, 3)[1] for count in (few, many)]
+    speed = (many - few) / (ms[1] - ms[0]) * 1000
+    return {"prompt": prompt, "cache": cache, "attention": attention, "tokens_per_second": round(speed, 1)}
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of a row")
+    parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS), help="tokens of a row")
+    parser.add_argument("--prompts", nargs="*", type=int, default=[], help="tokens of prompts, to time caches after")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, at least")
     parser.add_argument("--shrink", type=int, default=1, help="divide windows by this, and make layers small")
     parser.add_argument("--out", type=Path, default=Path("report/hybrid.json"))
@@ -171,7 +211,7 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device}
-    found = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"rows": []}
+    found = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"rows": [], "generation": []}
     found["machine"] = machine.describe(device, options.commit)
     done = {(x["model"], x["tokens"], x["attention"]) for x in found["rows"]}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +224,12 @@ def main(words: list[str] | None = None) -> None:
                     found["rows"].append(row)
                     machine.write_json(options.out, found)
                     print(f"  step {row['step'][1]:,.1f} ms, of which attention {row['share']}", flush=True)
+    written = {(x["prompt"], x["cache"], x["attention"]) for x in found["generation"]}
+    for case in [(prompt, *kind) for prompt in options.prompts for kind in CACHES]:
+        if case not in written:
+            found["generation"].append(row := generated(*case, options.shrink, given))
+            machine.write_json(options.out, found)
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

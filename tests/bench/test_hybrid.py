@@ -32,3 +32,10 @@ def test_its_windows_are_checked() -> None:
     hybrid.check(hybrid.sdpa, hybrid.FULL, config, given)
     with pytest.raises(AssertionError, match="out is off"):
         hybrid.check(hybrid.ours(Pattern([Window(4)])), config.patterns[0], config, given)
+
+
+@pytest.mark.parametrize("kind", hybrid.CACHES[:2], ids=lambda kind: kind[0])
+def test_tokens_per_second(kind: tuple[str, str]) -> None:
+    row = hybrid.generated(16, *kind, 256, {"dtype": torch.float32, "device": "cpu"})
+    assert row["prompt"] == 16
+    assert row["tokens_per_second"] != 0
