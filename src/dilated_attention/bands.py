@@ -30,7 +30,10 @@ def without_bands(block: Block) -> Iterator[Block]:
     elif max(rows, keys) <= MASKED:
         yield block
     elif low is not None and high is not None and not block.but:
-        yield from _in_tiles(block, low, high)
+        # tiles as long as the band is wide have one slanted side: a triangle as kernels know it, or a mask
+        side = max(LEAST, -(-(high - low) // -(-(high - low) // MASKED)) if high > low else 0)
+        for at in range(high, low - side, -side):  # keys of tile m: from m * side + at on
+            yield from _tiles(block, side, at)
     else:  # in halves, until a mask is small: parts of which all count need none
         half = (-(-rows // 2), keys) if rows >= keys else (rows, -(-keys // 2))
         for first in range(0, rows, half[0]):
@@ -47,16 +50,6 @@ def _below(block: Block, high: int) -> Iterator[Block]:
     for part in (block.inside(*part) for part in parts):
         if not part.is_empty:
             yield part
-
-
-def _in_tiles(block: Block, low: int, high: int) -> Iterator[Block]:
-    """In tiles as long as the band is wide: each has one slanted side.
-
-    Of the upper side that is a kernel's triangle, of the lower side a mask.
-    """
-    side = max(LEAST, -(-(high - low) // -(-(high - low) // MASKED)) if high > low else 0)
-    for at in range(high, low - side, -side):  # keys of tile m: from m * side + at on
-        yield from _tiles(block, side, at)
 
 
 def _tiles(block: Block, side: int, at: int) -> Iterator[Block]:

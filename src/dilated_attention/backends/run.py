@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,35 +14,23 @@ from dilated_attention.backends.tensors import finished, no_autocast, without_ba
 from dilated_attention.call import Call
 
 
-class OneDevice:
-    """What is done with the blocks of a call: on one device they are computed. Over ranks, `ring` has other ways."""
-
-    def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
-        return Work.of(call, inputs, choice, backward=backward)
-
-    def forward(self, work: Work) -> Pair:
-        return work.forward()
-
-    def backward(self, work: Work, results: Outputs) -> Gradients:
-        return work.backward(results)
-
-
-HERE = OneDevice()
-
-
-def forward(call: Call, inputs: Inputs, way: OneDevice = HERE, choice: Choice | None = None) -> Pair:
-    """(out, lse). ``choice``: what was chosen already."""
+def forward(call: Call, inputs: Inputs, over: Any = None, choice: Choice | None = None) -> Pair:
+    """(out, lse). ``over``: what computes blocks with other ranks, a `ring.parallel.ParallelCall`; None: one device.
+    ``choice``: what was chosen already."""
     choice = choice or choose(call)
     if choice.is_whole:
         return choice.module.forward_call(call, inputs)  # type: ignore[no-any-return]
     with no_autocast(call.device):
-        out, lse = way.forward(way.work(call, inputs, choice))
+        if over is None:
+            out, lse = Work.of(call, inputs, choice).forward()
+        else:
+            out, lse = over.forward(over.work(call, inputs, choice))
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
 def backward(
     call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-    way: OneDevice = HERE,
+    over: Any = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
     if not call.pattern.is_exact:
@@ -53,8 +43,9 @@ def backward(
         inputs, results, bad = without_bad_rows(inputs, results)
         if call.device.type == "cuda":  # q laid out as out and dout are: one copy here spares cuDNN one per block
             inputs = inputs._replace(q=inputs.q.contiguous())
-        work = way.work(call, inputs, choice, backward=True)
-        grads = way.backward(work, work.results(results))
+        work = (Work.of if over is None else over.work)(call, inputs, choice, backward=True)
+        results = work.results(results)
+        grads = work.backward(results) if over is None else over.backward(work, results)
     dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
 

@@ -107,6 +107,19 @@ def share(items: int, parts: int, index: int) -> range:
 Peers = dict[int, list[View]]  # rows by the other rank
 
 
+def peers_of(bundles: Sequence[Bundle], rank: int) -> tuple[Peers, Peers]:
+    """The rows of a rank that others compute, by who does; and those of others that it computes."""
+    there: Peers = {}
+    here: Peers = {}
+    for bundle in bundles:
+        for member, rows in bundle.members.items():
+            if member == rank != bundle.target:
+                there.setdefault(bundle.target, []).append(rows)
+            elif member != rank == bundle.target:
+                here.setdefault(member, []).append(rows)
+    return there, here
+
+
 class AllToAll(ParallelCall):
     """Queries, keys and values go to the ranks that compute with them, and results come back."""
 
@@ -118,14 +131,7 @@ class AllToAll(ParallelCall):
             (bundle.block.branch, bundle.block.segment, head) for bundle in self.bundles for head in bundle.heads
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
-        self.rows_there: Peers = {}  # that others compute, by who does;
-        self.rows_here: Peers = {}  # and those of others that this rank computes
-        for bundle in self.bundles:
-            for member, rows in bundle.members.items():
-                if member == self.rank != bundle.target:
-                    self.rows_there.setdefault(bundle.target, []).append(rows)
-                elif member != self.rank == bundle.target:
-                    self.rows_here.setdefault(member, []).append(rows)
+        self.rows_there, self.rows_here = peers_of(self.bundles, self.rank)
 
     def forward(self, work: Work) -> Pair:
         fields, own = self.fields.inputs, own_tensors(work)

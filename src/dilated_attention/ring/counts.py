@@ -20,8 +20,8 @@ from dilated_attention.branches.union import Part, count_pairs, moved_to
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import together, with_keys_here
-from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
-from dilated_attention.ring.messages import Travelling, row_bytes
+from dilated_attention.ring.alltoall import bundles_of, can_deal, peers_of, segment_at
+from dilated_attention.ring.messages import Travelling, row_bytes, sizes_of
 from dilated_attention.ring.shards import Shards
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
@@ -240,26 +240,21 @@ def _pairs_in_segments(call: Call, index: int, branch: Dilated, cut: Ints) -> Te
 
 def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: Tensor) -> Tally:
     """Ranks compute bundles of heads whole, instead of their own queries."""
-    ways = fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients
-    there, back, again, grads = (call.samples * row_bytes(some) for some in ways)
+    ways = fields.inputs, (*fields.rows, *fields.inputs), fields.results, fields.gradients
     columns, more = [], [0] * shards.ranks  # pairs, more than of its own queries
     for rank in range(shards.ranks):
-        bundles, mine, others = bundles_of(call, shards, rank), 0, 0  # rows that others compute, and others' rows
+        bundles = bundles_of(call, shards, rank)
+        out, come = (
+            [sum(sizes_of(peers, some).values()) for some in ways] for peers in peers_of(bundles, rank)
+        )  # if this rank's rows, or those of others, went each way: there forward and backward, and back
         for bundle in bundles:
-            heads = len(bundle.heads)
-            if bundle.target != rank:
-                mine += heads * bundle.members[rank].rows
-                continue
-            rows = [view.rows for view in bundle.members.values()]
-            others += heads * (sum(rows) - bundle.members[rank].rows)
+            rows = [view.rows for view in bundle.members.values()] if bundle.target == rank else []
             earlier = itertools.accumulate(rows, initial=0)
             for member, count, before in zip(bundle.members, rows, earlier, strict=False):
-                seen = heads * (count * (count + 1) // 2 + count * before if call.is_causal else count * sum(rows))
-                more[member] -= seen
-                more[rank] += seen
+                seen = count * (count + 1) // 2 + count * before if call.is_causal else count * sum(rows)
+                more[member] -= len(bundle.heads) * seen
+                more[rank] += len(bundle.heads) * seen
         hops = 2 if bundles else 0
-        sent = mine * there + others * back, mine * again + others * grads
-        received = others * there + mine * back, others * again + mine * grads
-        held = max(others * there, mine * back, others * again, mine * grads)
-        columns.append((hops, hops, *sent, *received, held, 0))
+        sent, received = ((x[0] + y[2], x[1] + y[3]) for x, y in ((out, come), (come, out)))
+        columns.append((hops, hops, *sent, *received, max(*come[:2], *out[2:]), 0))
     return torch.cat([torch.tensor(columns, device="cpu").T, (pairs + torch.tensor(more, device="cpu")).unsqueeze(0)])

@@ -11,7 +11,6 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.run import OneDevice
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.plan import SegmentHeads
@@ -20,7 +19,7 @@ from dilated_attention.ring.shards import Shards
 
 
 @dataclass(eq=False)
-class ParallelCall(OneDevice):
+class ParallelCall:
     """What every exchange does with a call."""
 
     call: Call  # with this rank's place in the sequence

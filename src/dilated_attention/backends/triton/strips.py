@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -65,38 +66,42 @@ def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
 
 @functools.lru_cache(maxsize=64)
 def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
-    found: list[list[Strip]] = []
+    found: list[Strips] = []
     for branch in range(len(call.branches)):
         alike = grouped((head for head, _ in call.placed(branch)), call.looks)
-        turns: dict[int, list[Strip]] = {}
-        shared: dict[tuple[Rect | None, ...], list[int]] = {}
-        is_listed = _is_listed(call, branch)
+        shared: dict[tuple[Rect, ...], list[int]] = {}
+        # whether all pairs of listed blocks count
+        is_first = call.pattern.counts == "sum" or call.pattern.order(call.drops)[0] == branch
+        is_listed = is_first and isinstance(call.branches[branch], Blocks)
         for some in alike.values():
-            rects = () if is_listed else tuple(_rects(call, branch, some[0], of_keys))
-            shared.setdefault(rects, []).extend(some)
-        for rects, heads in shared.items():
-            if None in rects:
+            rects = () if is_listed else _rects(call, branch, some[0], of_keys)
+            if rects is None:
                 return None
-            some_rects = [rect for rect in rects if rect is not None]
-            strips = [(0, _listed(call, branch, of_keys))] if is_listed else _strips(branch, some_rects)
-            for turn, strip in strips:
-                for first, stop in stretches(sorted(heads)):
-                    turns.setdefault(turn, []).append(replace(strip, head=first, heads=stop - first))
-        found += [turns[turn] for turn in sorted(turns)]
-    return tuple(map(tuple, found))
+            shared.setdefault(rects, []).extend(some)
+        strips = [
+            (turn, replace(strip, head=first, heads=stop - first))
+            for rects, heads in shared.items()
+            for turn, strip in ([(0, _listed(call, branch, of_keys))] if is_listed else _strips(branch, rects))
+            for first, stop in stretches(sorted(heads))
+        ]
+        turns = grouped(strips, operator.itemgetter(0))
+        found += [tuple(strip for _, strip in turns[turn]) for turn in sorted(turns)]
+    return tuple(found)
 
 
-def _rects(call: Call, branch: int, head: int, of_keys: bool) -> Iterator[Rect | None]:
-    """Those of a branch; None in the place of one with a mask."""
+def _rects(call: Call, branch: int, head: int, of_keys: bool) -> tuple[Rect, ...] | None:
+    """Those of a branch; None if one has a mask."""
+    found: list[Rect] = []
     has_blocks = isinstance(call.branches[branch], Blocks)
     for begin, end in itertools.pairwise(call.borders):
         for rect, but in call.parts(branch, head, range(end - begin), end - begin):
             if but:
-                yield None
-            elif not rect.is_empty:
+                return None
+            if not rect.is_empty:
                 moved = rect.moved(begin)
                 moved = moved.turned() if of_keys else moved
-                yield from moved.singles() if has_blocks else [moved]
+                found += moved.singles() if has_blocks else [moved]
+    return tuple(found)
 
 
 def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
@@ -147,13 +152,6 @@ def _adjoined(keys: Iterable[Rows]) -> list[Rows]:
         else:
             joined.append(rows)
     return joined
-
-
-def _is_listed(call: Call, branch: int) -> bool:
-    """Whether all pairs of listed blocks count."""
-    pattern = call.pattern
-    is_first = pattern.counts == "sum" or pattern.order(call.drops)[0] == branch
-    return is_first and isinstance(call.branches[branch], Blocks)
 
 
 def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
