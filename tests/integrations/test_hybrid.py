@@ -14,10 +14,12 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     Cohere2Config,
     DynamicCache,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
@@ -27,7 +29,7 @@ from transformers import (
     StaticCache,
 )
 
-from dilated_attention import Dilated, Pattern, Window
+from dilated_attention import Dense, Dilated, Pattern, Window
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
 from dilated_attention.testing import error
 from tests import table
@@ -274,6 +276,26 @@ def test_a_folder_is_run_as_it_was_saved(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delitem(AttentionInterface._global_mapping, "dilated")
     with pytest.raises(ValueError, match='attn_implementation="dilated"` is not supported'):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_of_a_model_that_sees_pictures_the_decoder_alone_is_switched(tmp_path: Path) -> None:
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen |= {"image_size": 28, "patch_size": 14}
+    text = {**config_of("gemma3").to_dict(), "vocab_size": hf.VOCABULARY}
+    config = Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
+    register()
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    plain = model(hf.tokens()).logits
+    for pattern in (Pattern([Dense()]), hf.PATTERN):
+        set_pattern(model, pattern, layers="full_attention")
+        model.save_pretrained(tmp_path)
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+        kinds = [part._attn_implementation for part in (model.config.text_config, model.config.vision_config)]
+        assert kinds == ["dilated", "sdpa"]
+        assert (error(model(hf.tokens()).logits, plain) < NEAR) == (pattern != hf.PATTERN)
+    tokens = hf.tokens().masked_fill(hf.tokens() < 5, config.image_token_id)
+    hf.refused(model, "dilated attention cannot honour", input_ids=tokens, token_type_ids=(hf.tokens() < 5).long())
 
 
 def test_a_model_that_runs_otherwise_is_switched_by_its_pattern() -> None:

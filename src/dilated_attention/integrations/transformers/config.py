@@ -33,24 +33,25 @@ def set_pattern(config: Any, pattern: Pattern | Sequence[Pattern], layers: str |
     """
     model, config = config, getattr(config, "config", config)
     check_model(config)
+    text = config.get_text_config(decoder=True)  # of a model that also sees pictures, that of its decoder
+    kinds = kinds_of(text)
+    if layers not in (None, *kinds):
+        raise ValueError(f"no layer is of type {layers!r}: use one of {', '.join(sorted(set(kinds)))}")
     if layers is None:
-        if hasattr(config, "num_hidden_layers"):
-            per_layer(pattern, config.num_hidden_layers)
+        per_layer(pattern, len(kinds))
         found = written(pattern)
     else:
-        kinds = kinds_of(config)
-        if layers not in kinds:
-            raise ValueError(f"no layer is of type {layers!r}: use one of {', '.join(sorted(set(kinds)))}")
-        new = iter(per_layer(pattern, kinds.count(layers)))
-        pairs = zip(kinds, set_patterns(config), strict=True)
-        found = [next(new) if kind == layers else old for kind, old in pairs]
-        found = [None if one is None else written(one) for one in found]
-    setattr(config, FIELD, found)
+        new, old = iter(per_layer(pattern, kinds.count(layers))), set_patterns(text)
+        listed = [next(new) if kind == layers else one for kind, one in zip(kinds, old, strict=True)]
+        found = [None if one is None else written(one) for one in listed]
+    setattr(text, FIELD, found)
+    parts = [name for name in config.sub_configs if getattr(config, name) is text]
+    chosen = {parts[0]: NAME} if parts else NAME
     if model is config:
-        config._attn_implementation = NAME
-    elif config._attn_implementation != NAME:
-        model.set_attn_implementation(NAME)
-    config.attn_implementation = NAME  # which transformers saves, and reads when it makes a config from a folder
+        config._attn_implementation = chosen
+    elif text._attn_implementation != NAME:
+        model.set_attn_implementation(chosen)
+    config.attn_implementation = chosen  # which transformers saves, and reads when it makes a config from a folder
     return config
 
 
