@@ -429,8 +429,8 @@ MUTANTS = [
       "real=self.last.real[:, :tokens_to_remove], is_kept=False", "is_kept=False"),
     M("beams-keep-their-rows", "Beams are chosen, and the cache keeps the rows of others.",
       "integrations/transformers/cache.py", "            self.kept.select(indices)\n", ""),
-    M("labels-are-cut-then-shifted", "Labels are shifted after rows are cut.", "integrations/transformers/collator.py",
-      "shard_sequence(shifted(labels), self.group)", "shifted(shard_sequence(labels, self.group))"),
+    M("labels-are-not-shifted", "A token's label is the token itself.", "integrations/transformers/collator.py",
+      "= shifted(labels)", "= labels"),
     # --- tools: the benchmark and its report --------------------------------------------------------------------
     M("what-is-wrong-is-listed-as-right", "The report lists a wrong implementation among those that are right.",
       "bench/page/__init__.py", 'found["wrong" if bad else "right"].append(', 'found["right"].append('),

@@ -52,14 +52,13 @@ def shard_batch(batch: Mapping[str, Any], group: Group | ContextParallel) -> dic
     if tokens.shape[1] < ranks.size():
         raise ValueError(f"a row of {tokens.shape[1]} tokens cannot lie on {ranks.size()} ranks: take longer rows")
     found: dict[str, Any] = {"use_cache": False, "group": replace(over, total_length=tokens.shape[1])}
-    documents = ends if len(ends) > 2 else None
-    if documents is not None:
-        found["cu_seq_lens_q"] = documents
+    if len(ends) > 2:
+        found["cu_seq_lens_q"] = ends
     if not _is_real(batch).all():
         found["is_causal"] = True  # then nobody sees the padding; a model that is not causal refuses this word
     cut = {"input_ids": tokens, "position_ids": document_positions(ends, tokens.device).expand(len(tokens), -1)}
     if labels is not None:  # labels are there for the Trainer to count, shift_labels for the loss
-        cut["labels"] = cut["shift_labels"] = shifted(labels, documents)
+        cut["labels"] = cut["shift_labels"] = shifted(labels)  # as transformers does on one device
         found["num_items_in_batch"] = (cut["labels"] != IGNORED).sum() / ranks.size()
     return {name: shard_sequence(x, ranks) for name, x in cut.items()} | found
 
