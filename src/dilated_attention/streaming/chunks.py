@@ -1,5 +1,8 @@
-"""stream(): one long sequence in chunks, and what is held from one chunk to the next: tokens that wait, rows that later
-ones see, and results of chunks that are not complete.
+"""stream(): one long sequence in chunks, exact.
+
+A period is a run of tokens in which the segments of all branches begin and end together. Whole periods of a chunk are
+one call of `dilated_attention`, where they lie. What is left over waits, by copy, until all that it sees has come. When
+`causal` nothing waits. Earlier tokens leave only those K and V rows that later ones can see.
 
 Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (B, n, H, D).
 """
@@ -78,31 +81,24 @@ def stream(
     if not isinstance(chunks, Iterable):
         raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
     max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)
-    num_tokens = None if num_tokens is None else check_int("num_tokens", num_tokens)
-    return _outputs(iter(chunks), options, max_bytes, num_tokens)
+    most = FOREVER if num_tokens is None else check_int("num_tokens", num_tokens)
+    return _outputs(iter(chunks), options, max_bytes, most)
 
 
-def _outputs(
-    chunks: Iterator[Chunk], options: Options, max_bytes: int | None, num_tokens: int | None
-) -> Iterator[Tensor]:
+def _outputs(chunks: Iterator[Chunk], options: Options, max_bytes: int | None, most: int) -> Iterator[Tensor]:
     work: Stream | None = None
     index = 0
     for chunk in chunks:
-        call, (query, key, value) = _checked(index, chunk, options)
-        call = call._replace(queries=0, keys=0, total=0)
+        call, qkv = _checked(index, chunk, options)
         with any_mode():
             if work is None:
-                work = Stream(call, num_tokens)
-                work.check_memory(max_bytes)
-                if work.in_parts:
-                    choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
+                work = Stream(call, max_bytes, most)
             if _kind(call) != _kind(work.call):
                 raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")
-            if num_tokens is not None and (tokens := work.position + query.shape[1]) > num_tokens:
-                raise ValueError(f"with chunk {index} there are {tokens:,} tokens, and num_tokens is {num_tokens:,}")
-            work.expect(query)
-            work.take(query, key, value)
-        del chunk, query, key, value  # or two chunks would be there while the next one is made
+            if (tokens := work.position + qkv[0].shape[1]) > most:
+                raise ValueError(f"with chunk {index} there are {tokens:,} tokens, and num_tokens is {most:,}")
+            work.take(*qkv)
+        del chunk, qkv  # or two chunks would be there while the next one is made
         index += 1  # noqa: SIM113 - enumerate() would hold on to the chunk
         yield from work.ready()
     if work is not None:
@@ -118,16 +114,15 @@ def _kind(call: Call) -> str:
 
 
 def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
-    """The call, and the chunk in the dtype that is computed in, or an error that names it."""
+    """The call without tokens, and the chunk in the dtype that is computed in, or an error that names it."""
     if not isinstance(chunk, tuple | list) or len(chunk) != 3:
         got = f"{len(chunk)} entries" if isinstance(chunk, tuple | list) else type(chunk).__name__
         raise TypeError(
             f"chunk {index} must be (query, key, value), got {got}. A stream takes no key_padding_mask: "
             "give sequences of different lengths each a stream of their own"
         )
-    query, key, value = chunk
     try:
-        call = resolve(Inputs(query, key, value), options)
+        call = resolve(Inputs(*chunk), options)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"chunk {index}: {error}") from error
     if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):
@@ -136,7 +131,7 @@ def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
             "detach() what the chunks hold, or train with dilated_attention()"
         )
     query, key, value = (x.to(call.dtype) for x in chunk)
-    return call, (query, key, value)
+    return call._replace(queries=0, keys=0, total=0), (query, key, value)
 
 
 class Stream:
@@ -145,9 +140,9 @@ class Stream:
     Those up to ``done`` have their outputs; those up to ``position`` have come.
     """
 
-    def __init__(self, call: Call, num_tokens: int | None) -> None:
-        """``call``: has the shapes of no tokens, alike for all chunks."""
-        self.call, self.num_tokens = call, num_tokens
+    def __init__(self, call: Call, max_bytes: int | None, most: int) -> None:
+        """``call``: has the shapes of no tokens, alike for all chunks. ``most``: there are no more tokens."""
+        self.call, self.most = call, most
         like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
         self.cache = KVCache(call.pattern, like, tokens=1)
         self.ahead = 0 if call.is_causal else max(some[0].ahead for some in self.cache.kept)
@@ -155,30 +150,24 @@ class Stream:
             raise NotImplementedError(f"a stream that is not causal would wait for all tokens, with {call.pattern}")
         self.position = self.done = 0
         self.waiting: list[list[Tensor]] = [[], [], []]  # q, k and v
-        self.finished: deque[Tensor] = deque()  # outputs of whole chunks,
-        self.lengths: deque[int] = deque()  # of the chunks that wait for theirs,
-        self.parts: list[Tensor] = []  # and what there is of the first
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether some tokens are not computed in whole periods."""
-        return self.call.is_causal or self.call.adds_zeros or self.ahead != self.cache.period
+        self.lengths: deque[int] = deque()  # of the chunks that wait for their outputs,
+        self.begun: list[Tensor] = []  # what there is of the first,
+        self.finished: deque[Tensor] = deque()  # and outputs of whole chunks
+        self.limit = _half_of_memory(call.device) if max_bytes is None else max_bytes
+        self.check_held()
+        if call.is_causal or call.adds_zeros or self.ahead != self.cache.period:
+            choose(call._replace(in_parts=True))  # a backend that takes only whole calls says so now
 
     def held_bytes(self) -> int:
         """At the most; of rows that have no limit, those of the tokens so far."""
-        call, most = self.call, FOREVER if self.num_tokens is None else self.num_tokens
-        tokens = min(self.cache.full, most)
+        call, tokens = self.call, min(self.cache.full, self.most)
         tokens = self.position if tokens == FOREVER else tokens
         rows = self.cache.rows_for(tokens) if self.ahead != self.cache.period else 0
-        rows = 2 * rows + min(self.ahead, most) * (call.heads + 2 * call.kv_heads)
+        rows = 2 * rows + min(self.ahead, self.most) * (call.heads + 2 * call.kv_heads)
         return rows * call.samples * call.head_dim * call.dtype.itemsize
 
-    def check_memory(self, max_bytes: int | None) -> None:
-        """Raise if what is held from one chunk to the next does not fit. Nothing is held yet."""
-        self.limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
-        self.check_held()
-
     def check_held(self) -> None:
+        """Raise if what is held from one chunk to the next does not fit."""
         held, limit = self.held_bytes(), self.limit
         if limit is None or held <= limit:
             return
@@ -192,7 +181,9 @@ class Stream:
         )
 
     def take(self, *qkv: Tensor) -> None:
-        """The next tokens: to the end of the period, and those after it, of which whole periods are not copied."""
+        """The next chunk: to the end of the period, and what is after it, of which whole periods are not copied."""
+        self.lengths.append(qkv[0].shape[1])
+        self.deliver(qkv[0][:, :0])  # all of an empty chunk, if no other waits
         first = min(qkv[0].shape[1], -self.position % self.cache.period)
         for part in slice(0, first), slice(first, None):
             some = [x[:, part] for x in qkv]
@@ -219,21 +210,14 @@ class Stream:
         for waiting in self.waiting:  # a chunk may be overwritten
             waiting[-1:] = [x.clone() for x in waiting[-1:] if x.shape[1]]
 
-    def expect(self, query: Tensor) -> None:
-        """One more chunk, whose output is like its query."""
-        self.lengths.append(query.shape[1])
-        self.deliver(query[:, :0])  # all of an empty chunk, if no other waits
-
     def deliver(self, result: Tensor) -> None:
         """The output of the next tokens, which nobody else holds; it is given as it is where it is all of a chunk's."""
-        parts = [*self.parts, result]
-        while self.lengths and sum(part.shape[1] for part in parts) >= self.lengths[0]:
-            length, (*earlier, last) = self.lengths.popleft(), parts
-            count = length - sum(part.shape[1] for part in earlier)
-            is_all = last is result and 0 < length == count == last.shape[1]
-            self.finished.append(last if is_all else torch.cat([*earlier, last[:, :count]], 1))
-            parts = [last[:, count:]]
-        self.parts = [part.clone() for part in parts if part.shape[1]]
+        result = whole = torch.cat([*self.begun, result], 1) if self.begun else result
+        while self.lengths and self.lengths[0] <= result.shape[1]:
+            length = self.lengths.popleft()
+            self.finished.append(whole if 0 < length == whole.shape[1] else result[:, :length].clone())
+            result = result[:, length:]
+        self.begun = [result.clone()] if result.shape[1] else []
 
     def ready(self) -> Iterator[Tensor]:
         while self.finished:

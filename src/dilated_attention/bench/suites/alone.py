@@ -28,7 +28,7 @@ from dilated_attention.bench.session import LONG, Row, Session, Step
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
-from dilated_attention.streaming import stream
+from dilated_attention.streaming.chunks import stream
 from dilated_attention.testing import make_qkv
 from dilated_attention.units import GIB
 
