@@ -70,7 +70,8 @@ def verdict(runs: list[Result]) -> str:
     wanted = [*((one, LENGTH) for one in (PRIMARY, *BASELINES)), *((one, SHORT) for one in (PRIMARY, "dense"))]
     missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
     if missing:
-        return f"**What was registered is not measured yet**: {missing} of {SEEDS * len(wanted)} runs are to be made."
+        every = SEEDS * len(wanted)
+        return f"**Whether far tokens pay is not measured yet**: {missing} of {every} registered runs are to be made."
     texts = {(one["data"]["sha256"], one["machine"]["device"], str(one["machine"]["versions"])) for one in runs
              if one["part"] == "registered"}  # fmt: skip
     if len(texts) > 1:

@@ -229,7 +229,7 @@ def check_command(program: str, *words: str) -> None:
         if options.training_script != "train.py":  # the reader's
             source = (ROOT / options.training_script).read_text(encoding="utf-8")
             for word in options.training_script_args:
-                assert not word.startswith("--") or f'add_argument("{word}"' in source, f"no option {word}"
+                assert not word.startswith("--") or f'("{word}"' in source or f'number("{word[2:]}"' in source, word
 
 
 # --- what pages say of the code and of measurements -------------------------------------------------------------

@@ -66,8 +66,8 @@ def dilated_attention(
 ) -> Tensor | Pair:  # fmt: skip
     """Computes self-attention in which each head sees the tokens that ``pattern`` gives it.
 
-    A branch is one (segment length, dilation rate) pair of the pattern. A head takes one softmax over the keys of all
-    its branches; a key that m branches show counts m times.
+    A head takes one softmax over the keys of all its branches. In a :class:`Pattern` a key counts once, and in a
+    :class:`DilatedPattern` once for each branch that shows it.
 
     Args:
         query: (B, N, H, D): batch, tokens, heads, channels of a head; any strides. It may have fewer tokens than key
@@ -243,7 +243,7 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    It takes the arguments of :func:`dilated_attention`, except ``heads`` and ``return_lse``. The forward and the
+    It takes the arguments of :func:`dilated_attention`, except ``heads``, ``sinks`` and ``return_lse``. The forward and the
     backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it speaks of this
     rank, and asks no other.
 
