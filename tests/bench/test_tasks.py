@@ -226,7 +226,7 @@ def test_the_verdict_is_the_registered_one() -> None:
     assert "cannot be compared" in tasks_shown.verdict(other)
     explored = made_up("dense-32k-0", 1.0, 0.1)
     assert tasks_shown.verdict(registered()) == tasks_shown.verdict([*registered(), explored])
-    assert "1 of 15 runs are to be made" in tasks_shown.verdict([*registered()[1:], explored])
+    assert "1 of 15 registered runs" in tasks_shown.verdict([*registered()[1:], explored])
 
 
 def test_tables_and_pictures(tmp_path: Path) -> None:
