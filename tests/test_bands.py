@@ -1,11 +1,11 @@
-"""Blocks with bands, cut for kernels that know none; and blocks whose keys lie elsewhere: pair by pair."""
+"""Rectangles with bands, cut for kernels that know none; and blocks whose keys lie elsewhere: pair by pair."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +14,17 @@ import dilated_attention as da
 from dilated_attention import bands
 from dilated_attention.blocks import Block, View
 from dilated_attention.branches import KINDS
+from dilated_attention.branches.base import Rect, Rows
 from dilated_attention.call import Call
 from dilated_attention.pattern import Counts
 from dilated_attention.plan import away
 from dilated_attention.reference import key_counts
 from tests.test_branches import drawn
 
-SHAPE = 2, 160, 2, 1  # samples, tokens, heads
 
-
-def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor, packed: View | None = None) -> Counter[tuple[int, int]]:
+def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor, packed: View) -> Counter[tuple[int, int]]:
     """How often the block shows each pair of entries."""
-    there = block.keys if packed is None else block.keys.within(packed)
-    mine, theirs = block.queries.of(rows)[..., 0], there.of(keys)[..., 0]
+    mine, theirs = block.queries.of(rows)[..., 0], block.keys.within(packed).of(keys)[..., 0]
     distance = torch.arange(theirs.shape[1]) - torch.arange(mine.shape[1])[:, None]
     shown = torch.ones_like(distance, dtype=torch.bool)
     if block.low is not None:
@@ -34,36 +32,45 @@ def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor, packed: View | N
     if block.high is not None:
         shown &= distance <= block.high
     for branch in block.but:
-        at, key = (x.positions(torch.device("cpu"))[0, :, 0] - block.sequence[0] for x in (block.queries, block.keys))
+        at, key = (x.positions(torch.device("cpu"))[0, :, 0] - block.origin for x in (block.queries, block.keys))
         shown &= ~branch.sees(block.queries.head, at[:, None], key)
     grid = torch.broadcast_tensors(mine[:, :, None], theirs[:, None], shown[None, :, :, None])
     return Counter(zip(*(x[grid[2]].tolist() for x in grid[:2]), strict=True))
 
 
-def draw_block(draw: random.Random, but: tuple[da.Branch, ...]) -> Block:
-    batch = draw.choice([(1, 1), (2, 1), (1, 2), (1, 3)])
-    heads, step, shift = draw.choice([(1, 1, 0), (2, 2, 0), (2, 1, 1)])
-    views = [View(0, batch[0], at, batch[1], 48, draw.randint(1, 20), step, 0, heads, 1, shift) for at in (5, 7)]
-    low, high = sorted(draw.randint(-22, 22) for _ in range(2))
-    limits: dict[str, Any] = {"low": draw.choice([None, low]), "high": draw.choice([None, high])}
-    return Block(0, *views, **limits, segment=0, but=but)
+def pairs_of(rect: Rect) -> Counter[tuple[int, int]]:
+    low, high = (-math.inf if rect.low is None else rect.low), (math.inf if rect.high is None else rect.high)
+    return Counter(
+        (query, key)
+        for one in rect.singles()
+        for query, key in itertools.product(one.queries.tokens, one.keys.tokens)
+        if low <= key - query <= high
+    )
 
 
-@pytest.mark.parametrize("but", [(), (da.Prefix(1),)], ids=["", "but"])
+def draw_rect(draw: random.Random) -> Rect:
+    step, repeats = draw.randint(1, 2), draw.randint(1, 3)
+    queries, keys = (Rows(at, step, draw.randint(1, 20)) for at in (5, 7))
+    low, high = sorted(draw.randint(-22 * step, 22 * step) for _ in range(2))
+    rect = Rect(queries, keys, repeats=repeats, period=48 if repeats > 1 else 0)
+    return rect.between(draw.choice([None, low]), draw.choice([None, high]))
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_parts_of_a_band(seed: int, but: tuple[da.Branch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, index = random.Random(seed), torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)
+def test_parts_of_a_band(seed: int, is_masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
     monkeypatch.setattr(bands, "LEAST", draw.randint(1, 3))
     monkeypatch.setattr(bands, "MASKED", draw.randint(3, 8))
     for _ in range(10):
-        block = draw_block(draw, but)
+        rect = draw_rect(draw)
         found: Counter[tuple[int, int]] = Counter()
-        for part in bands.without_bands(block):
-            assert not part.has_mask or max(part.queries.rows, part.keys.rows) <= bands.MASKED
-            assert part.but == but
-            assert not but or part.heads * part.batch == 1
-            found += pairs(part, index, index)
-        assert found == pairs(block, index, index), block
+        for part in filter(Rect.pairs, bands.without_bands(rect, is_masked)):
+            rows, keys, limits = part.queries.length, part.keys.length, part.in_rows()
+            known = not is_masked and (limits == (None, None) or (limits == (None, 0) and rows == keys))
+            assert known or max(rows, keys) <= bands.MASKED
+            found += pairs_of(part)
+        assert found == pairs_of(rect), rect
 
 
 @pytest.mark.parametrize("counts", ["once", "sum"])
@@ -86,8 +93,7 @@ def test_keys_that_lie_elsewhere(seed: int, counts: Counts) -> None:
     for part in away(call, first, count):
         packed = part.rows.of(keys).contiguous()
         for block in part.blocks:
-            for plain in bands.without_bands(block):
-                found += pairs(plain, rows, packed, part.rows)
+            found += pairs(block, rows, packed, part.rows)
     each, _ = key_counts(pattern, n, heads, None, call.is_causal, 1, torch.ones(0).int(), call.cu_seqlens or None)
     shown = each.sum((0, 1))[:, call.start : call.start + call.queries, first : first + count]
     wanted: Counter[tuple[int, int]] = Counter()

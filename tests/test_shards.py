@@ -76,9 +76,9 @@ def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> N
     every: dict[tuple[int, int, range], Bundle] = {}
     for rank, bundles in enumerate(by_rank):
         for bundle in bundles:
-            assert every.setdefault((bundle.block.branch, bundle.block.segment, bundle.heads), bundle) == bundle
+            assert every.setdefault((bundle.block.branch, bundle.block.origin, bundle.heads), bundle) == bundle
             for index, head in enumerate(bundle.heads):
-                key = bundle.block.branch, bundle.block.segment, head
+                key = bundle.block.branch, bundle.block.origin, head
                 seen[key].add(rank)
                 rows = {x: tokens_of(view, index, shards.starts[x]) for x, view in bundle.members.items()}
                 assert rows == shared[key]
@@ -86,6 +86,6 @@ def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> N
     assert {key: {*ranks} for key, ranks in shared.items()} == seen
     dealt: dict[tuple[int, int, tuple[int, ...]], Counter[int]] = {}
     for bundle in every.values():
-        group = bundle.block.branch, bundle.block.segment, tuple(bundle.members)
+        group = bundle.block.branch, bundle.block.origin, tuple(bundle.members)
         dealt.setdefault(group, Counter(dict.fromkeys(bundle.members, 0)))[bundle.target] += len(bundle.heads)
     assert all(max(some.values()) - min(some.values()) <= 1 for some in dealt.values()), "as even as can be"

@@ -33,7 +33,7 @@ PUBLIC = [
 
 # A module imports only what stands before it. A new module takes its place here.
 LAYERS = [
-    "units", "checks", "branches", "shown", "pattern", "dropout", "merge", "call", "blocks", "plan", "bands",
+    "units", "checks", "branches", "shown", "pattern", "dropout", "merge", "call", "blocks", "bands", "plan",
     "backends", "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "streaming",
     "reference", "testing", "ranks", "nn", "compat", "charts", "models", "slides", "integrations",
     "show", "advice", "bench", "scoring", "fitting", "cli", "__main__",
@@ -185,7 +185,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [11_612, 63_481], "tools": [5_650, 29_910]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [11_543, 62_998], "tools": [5_650, 29_910]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

@@ -8,7 +8,8 @@ Legend: B samples, n tokens here, H query heads, Hk key/value heads, D head dim;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -63,11 +64,10 @@ class View(NamedTuple):
         first = self.token + self.segment_step * segment[:, None, None]
         return first + self.row_step * row[:, None] + self.token_step * head
 
-    def some_rows(self, first: int, count: int) -> View:
-        return self._replace(token=self.token + first * self.row_step, rows=count)
-
-    def within(self, whole: View) -> View:
+    def within(self, whole: View | None) -> View:
         """The same rows in a tensor (b, L, h, ...) that has those of ``whole`` alone, of which they are a part."""
+        if whole is None:
+            return self
         head = (self.head - whole.head) // whole.head_step
         token = self.token - whole.token - head * whole.token_step
         segment, token = divmod(token, whole.segment_step) if whole.segments > 1 else (0, token)
@@ -101,11 +101,10 @@ class Block(NamedTuple):
     keys: View
     low: int | None  # query row i sees key rows from i + low on; None: from the first on
     high: int | None  # and up to i + high; None: up to the last
-    segment: int  # where the first segment begins in the sequence
+    origin: int = 0  # where in the sequence its segment begins; with ``but``, where its sequence does
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
-    but: tuple[Branch, ...] = ()  # the pairs that these branches show count elsewhere,
-    sequence: tuple[int, int] = (0, 0)  # in the sequence that begins and ends here
+    but: tuple[Branch, ...] = ()  # the pairs that these branches show count elsewhere
 
     @property
     def is_causal(self) -> bool:
@@ -125,13 +124,6 @@ class Block(NamedTuple):
     def batch(self) -> int:
         return self.queries.samples * self.queries.segments
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the band hides all pairs."""
-        rows, keys = self.queries.rows, self.keys.rows
-        hidden = (self.high is not None and self.high <= -rows) or (self.low is not None and self.low >= keys)
-        return hidden or not rows or not keys
-
     def covers(self, call: Call) -> bool:
         """Whether the block is all rows of a call, in their order."""
         view = self.queries
@@ -142,19 +134,6 @@ class Block(NamedTuple):
             and (view.head, view.head_step, view.heads) == (0, 1, call.kv_heads)
             and self.keys == view
             and not self.has_mask
-        )
-
-    def inside(self, first: int, stop: int, key: int, last: int) -> Block:
-        """The pairs of some of the query rows with some of the key rows; without limits that always hold."""
-        first, key = max(0, first), max(0, key)
-        rows, keys = (max(0, x) for x in (min(stop, self.queries.rows) - first, min(last, self.keys.rows) - key))
-        low, high = (None if x is None else x + first - key for x in (self.low, self.high))
-        return self._replace(
-            queries=self.queries.some_rows(first, rows),
-            keys=self.keys.some_rows(key, keys),
-            low=None if low is None or low <= 1 - rows else low,
-            high=None if high is None or high >= keys - 1 else high,
-            is_first=self.is_first and (rows, keys) == (self.queries.rows, self.keys.rows),
         )
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
@@ -185,68 +164,47 @@ class Block(NamedTuple):
         segment = 0 if self.queries.segments == 1 else first % self.queries.segments
         shift = segment * self.queries.segment_step
         queries, keys = (view.part(first, stop - first, head, last - head) for view in (self.queries, self.keys))
-        return self._replace(queries=queries, keys=keys, segment=self.segment + shift)
-
-
-class Packed(NamedTuple):
-    """Which rows tensors have that came from elsewhere; None: those of the call's own."""
-
-    queries: View | None
-    keys: View
-
-    def views(self, block: Block) -> tuple[View, View]:
-        """Those of a block in these tensors."""
-        own = block.queries
-        return own if self.queries is None else own.within(self.queries), block.keys.within(self.keys)
+        return self._replace(queries=queries, keys=keys, origin=self.origin + shift)
 
 
 # --- heads that one view takes ------------------------------------------------------------------------------------
-
-Placed = Ints  # a head, and where its rows begin
 
 
 class HeadRun(NamedTuple):
     """Key/value heads that one view takes: the head and where its rows begin advance by constant steps."""
 
-    first: Placed
+    first: Ints
     heads: int
     steps: Ints
 
-    def singles(self) -> list[HeadRun]:
-        still = (1, *(0 for _ in self.steps[1:]))
-        return [HeadRun(_advanced(self.first, self.steps, i), 1, still) for i in range(self.heads)]
+    def entry(self, index: int) -> Ints:
+        return tuple(x + index * step for x, step in zip(self.first, self.steps, strict=True))
 
 
-def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], group: int) -> list[HeadRun]:
-    """Heads dealt into the fewest views; the heads of a view are alike: they have equally many rows."""
-    straight = _lanes(placed, lambda head, start: (start, alike(head)))
-    if group > 1:
-        # the query heads of several key/value heads are one stride only where those are neighbours at one offset
-        return [part for run in straight for part in ([run] if run.steps[0] == 1 else run.singles())]
-    turn: dict[int, int] = {}  # how often a start came before: heads of one turn start in steps of one
-
-    def diagonal_lane(head: int, start: int) -> Hashable:
-        turn[start] = turn.get(start, -1) + 1
-        return turn[start], alike(head)
-
-    return min(straight, _lanes(placed, diagonal_lane), key=len)
-
-
-def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) -> list[HeadRun]:
-    """Deal heads into lanes and cut each lane into stretches with constant steps."""
+def head_runs(placed: Iterable[Ints], alike: Callable[[int], Hashable], group: int) -> list[HeadRun]:
+    """Heads, each with where its rows begin, in few views; the heads of a view are alike: they have as many rows."""
     runs = []
-    for lane in grouped(placed, lambda entry: lane_of(*entry[:2])).values():
-        while lane:
-            first, count = lane[0], 1
-            alone = steps = (1, *(0 for _ in first[1:]))
-            if len(lane) > 1 and all(after >= before for before, after in zip(first, lane[1], strict=True)):
-                steps = tuple(after - before for before, after in zip(first, lane[1], strict=True))
-            while count < len(lane) and lane[count] == _advanced(first, steps, count):
-                count += 1
-            runs.append(HeadRun(first, count, steps if count > 1 else alone))
-            lane = lane[count:]
+    for some in grouped(placed, lambda entry: alike(entry[0])).values():
+        left = dict.fromkeys(some)
+        while left:
+            run = _longest(left, group)
+            runs.append(run)
+            for i in range(run.heads):
+                del left[run.entry(i)]
     return runs
 
 
-def _advanced(first: Placed, steps: Ints, count: int) -> Placed:
-    return tuple(x + count * step for x, step in zip(first, steps, strict=True))
+def _longest(entries: Collection[Ints], group: int) -> HeadRun:
+    """The longest run that begins with the first entry."""
+    first, *others = entries
+    longest = HeadRun(first, 1, (1, *(0 for _ in first[1:])))
+    for second in others:
+        run = HeadRun(first, 2, tuple(map(operator.sub, second, first)))
+        if run.steps[0] * longest.heads > others[-1][0] - first[0]:
+            break  # with larger steps, runs are no longer
+        # the query heads of several key/value heads are one stride only where those are neighbours at one offset
+        if min(run.steps) >= 0 and (group == 1 or run.steps == longest.steps):
+            while run.entry(run.heads) in entries:
+                run = run._replace(heads=run.heads + 1)
+            longest = max(longest, run, key=lambda run: run.heads)
+    return longest

@@ -243,9 +243,9 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    It takes the arguments of :func:`dilated_attention`, except ``heads``, ``sinks`` and ``return_lse``. The forward and the
-    backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it speaks of this
-    rank, and asks no other.
+    It takes the arguments of :func:`dilated_attention`, except ``heads``, ``sinks`` and ``return_lse``. The forward and
+    the backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it speaks of
+    this rank, and asks no other.
 
     Examples:
         >>> x = torch.randn(1, 64, 4, 8)

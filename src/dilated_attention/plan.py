@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dilated_attention.blocks import Block, HeadRun, Packed, View, head_runs
+from dilated_attention.bands import without_bands
+from dilated_attention.blocks import Block, HeadRun, View, head_runs
 from dilated_attention.branches import Branch, Dilated
 from dilated_attention.branches.base import Rect, grouped
 from dilated_attention.call import Call
@@ -42,10 +43,9 @@ SegmentHeads = frozenset[tuple[int, int, int]]  # (branch, start of the segment,
 
 @functools.lru_cache(maxsize=512)
 def plan(
-    call: Call, fold: bool = True, sample: int = 0, keys_follow: bool = False,
-    computed_remotely: SegmentHeads = frozenset(),
-) -> Plan:  # fmt: skip
-    """The blocks of a call. ``fold`` as `folds` says; ``sample``: the first one that the blocks are of.
+    call: Call, fold: bool = True, keys_follow: bool = False, computed_remotely: SegmentHeads = frozenset()
+) -> Plan:
+    """The blocks of a call, without bands. ``fold`` as `folds` says.
 
     ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
     """
@@ -53,17 +53,16 @@ def plan(
         return Plan((), (0, call.kv_heads), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
     blocks: list[Block] = []
-    written: set[int] = set()
-    bare = list(range(call.kv_heads)) if apart else []
-    for index in call.pattern.order(call.drops):  # a first branch of rate 1 writes every row: nothing needs filling
-        branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
-        fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
-        bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
-        for is_first in (True, False):
-            some = [head for head in heads if (head in fresh) == is_first]
-            blocks += _blocks(call, index, some, sample, fold, is_first, computed_remotely)
-        written.update(heads)
-    bare += set(range(call.kv_heads)) - written
+    every = set(range(call.kv_heads))
+    bare, left = every if apart else set(), every  # left: no row of them was written
+    for index in call.pattern.order(call.drops):
+        branch, heads = call.branches[index], {head for head, _ in call.placed(index)}
+        rate = branch.rate if isinstance(branch, Dilated) and not call.is_decode else 0  # 0: it never writes first
+        if rate != 1:  # else it writes every row: nothing needs filling
+            bare = bare | (heads & left)
+        blocks += _blocks(call, index, fold, left if rate else set(), computed_remotely)
+        left = left - heads
+    bare = bare | left
     merges = keys_follow or apart or not all(block.is_first for block in blocks)
     return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
@@ -74,10 +73,6 @@ class Away(NamedTuple):
     rows: View  # of the tensors there, with the keys of all blocks
     blocks: tuple[Block, ...]
 
-    @property
-    def packed(self) -> Packed:
-        return Packed(None, self.rows)
-
 
 @functools.lru_cache(maxsize=4096)
 def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
@@ -85,16 +80,13 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
 
     Both ends of a message make the same list. A row that several blocks of a branch see is packed once for each head.
     """
-    call = call._replace(key_start=first, keys=count)
-    if not count or not _cu_seqlens_here(call):
-        return ()
 
     def lane(block: Block) -> Hashable:
         keys = block.keys
         return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
 
     found: list[Away] = []
-    for blocks in grouped(_apart(plan(call, False).blocks), lane).values():
+    for blocks in grouped(_apart(plan(call._replace(key_start=first, keys=count), False).blocks), lane).values():
         spans = together(span for block in blocks for span in _spans(block.keys))
         starts = [start for start, _ in spans]
         waiting: list[list[Block]] = [[] for _ in spans]
@@ -141,33 +133,37 @@ def together(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Place(NamedTuple):
-    """A rectangle of one head, in its sequence."""
+    """A rectangle of one head, in the tokens of all sequences."""
 
     rect: Rect
-    segment: int  # where that of the first queries begins, in a dilated branch
+    origin: int  # as of a `Block`
     zeros: int
     but: tuple[Branch, ...]
-    sequence: tuple[int, int]
+
+    @property
+    def shape(self) -> Hashable:
+        """What heads of one block share."""
+        queries, keys, *rest = self.rect
+        return queries[1:], keys[1:], *rest, self.zeros, self.but
 
 
-def _blocks(
-    call: Call, index: int, heads: list[int], sample: int, fold: bool, is_first: bool, elsewhere: SegmentHeads
-) -> Iterator[Block]:  # fmt: skip
-    """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one."""
+def _blocks(call: Call, index: int, fold: bool, fresh: set[int], elsewhere: SegmentHeads) -> Iterator[Block]:
+    """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one. ``fresh``: heads of
+    which no row was written."""
     found: dict[Hashable, dict[int, Place]] = {}
     listed: dict[int, dict[int, Place]] = {}
-    for head in heads:
+    for head, _ in call.placed(index):
         alike = call.looks(head)
         if alike not in found:
             found[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))
         for number, place in found[alike].items():
-            if (index, place.segment, head) not in elsewhere:
+            if (index, place.origin, head) not in elsewhere:
                 listed.setdefault(number, {})[head] = place
     for places in listed.values():
         starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places.items()]
-        shapes = {head: _shape(place) for head, place in places.items()}
+        shapes = {head: (place.shape, head in fresh, place.but and head) for head, place in places.items()}
         for run in head_runs(starts, shapes.__getitem__, call.q_per_kv):
-            yield from _of_run(call, index, run, places[run.first[0]], sample, fold, is_first)
+            yield from _of_run(call, index, run, places[run.first[0]], fold, run.first[0] in fresh)
 
 
 def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
@@ -176,12 +172,11 @@ def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
     latest: dict[Hashable, int] = {}
     for number, place in enumerate(places):
         rect = place.rect
-        if rect.is_empty:
+        if not rect.pairs():
             continue
-        distances = rect.keys.start - rect.queries.start, rect.queries.start - place.segment
-        kind = rect.queries[1:], rect.keys[1:], distances, rect[2:4], place.zeros, place.but and place.sequence
+        kind = place._replace(rect=rect.some(0, 1).moved(-place.origin), origin=0)
         before = found.get(latest.get(kind, -1))
-        joined = not apart and before and before.rect.followed_by(rect)
+        joined = before and not (apart or place.but) and before.rect.followed_by(rect)
         if before and joined:
             found[latest[kind]] = before._replace(rect=joined)
         else:
@@ -191,32 +186,30 @@ def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
 
 
 def _places(call: Call, index: int, head: int) -> Iterator[Place]:
-    """The rectangles of a branch and head, in the tokens of all sequences."""
+    """The rectangles of a branch and head."""
     branch = call.branches[index]
     for begin, end in itertools.pairwise(_cu_seqlens_here(call)):
         queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
         here = call.key_start - begin, call.key_start + call.keys - begin
         reach = branch.reach(queries) or range(n)
-        if not queries or reach.stop <= here[0] or here[1] <= reach.start:
+        if reach.stop <= here[0] or here[1] <= reach.start:
             continue
         for rect, but in call.parts(index, head, queries, n):
-            first, segment, zeros = rect.queries.start, begin, 0
-            if isinstance(branch, Dilated):
-                segment += first - first % branch.length
+            origin, zeros = begin, 0
+            if isinstance(branch, Dilated) and not but:
+                origin += rect.queries.start - rect.queries.start % branch.length
                 zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
             for part in with_keys_here(rect, *here):
                 for even in part.even():
-                    yield Place(even.moved(begin), segment, zeros, but, (begin, end))
+                    for plain in without_bands(even, bool(but)):
+                        for one in plain.singles() if but else [plain]:
+                            yield Place(one.moved(begin), origin, zeros, but)
 
 
 def _cu_seqlens_here(call: Call) -> Ints:
     """Those of the sequences that have both queries and keys here."""
     cu_seqlens = call.borders
     first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
-    if first >= stop:  # at most the one that reaches from the earlier ones to the later ones
-        first, stop = stop - 1, first + 1
-        before = max(bisect.bisect_right(cu_seqlens, first) - 1, 0)
-        return cu_seqlens[before : before + 2] if cu_seqlens[before + 1] >= stop else ()
     return cu_seqlens[bisect.bisect_right(cu_seqlens, first) - 1 : bisect.bisect_left(cu_seqlens, stop) + 1]
 
 
@@ -231,39 +224,19 @@ def with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
     return [x._replace(keys=x.keys.inside(first, stop)).between() for x in rect.singles()]
 
 
-def _shape(place: Place) -> Hashable:
-    """What heads of one block share."""
-    queries, keys, *rest = place.rect
-    return queries[1:], keys[1:], *rest, place.zeros, place.but
-
-
-def _of_run(
-    call: Call, index: int, run: HeadRun, place: Place, sample: int, fold: bool, is_first: bool
-) -> Iterator[Block]:
+def _of_run(call: Call, index: int, run: HeadRun, place: Place, fold: bool, is_first: bool) -> Iterator[Block]:
     """A block for each batch that a view takes."""
-    rect, limits = place.rect, _in_rows(place.rect)
+    rect = place.rect
     for first, samples, skipped, segments in _batches(call, rect, fold):
         shift = skipped * rect.period
         queries, keys = (
             View(
-                sample + first, samples, run.first[i] + shift, segments, rect.period or rows.length * rows.step,
+                first, samples, run.first[i] + shift, segments, rect.period or rows.length * rows.step,
                 rows.length, rows.step, run.first[0], run.heads, run.steps[0], run.steps[i], start,
             )
             for i, rows, start in ((1, rect.queries, call.start), (2, rect.keys, call.key_start))
         )  # fmt: skip
-        yield Block(
-            index, queries, keys, *limits, place.segment + shift, place.zeros, is_first, place.but, place.sequence
-        )
-
-
-def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
-    """The limits in rows, which then go in steps of one size."""
-    if rect.low is None and rect.high is None:
-        return None, None
-    (start, step, _), (key, key_step, _) = rect.queries, rect.keys
-    assert step == key_step or min(rect.queries.length, rect.keys.length) == 1
-    low = None if rect.low is None else -((key - start - rect.low) // step)
-    return low, None if rect.high is None else (rect.high - key + start) // step
+        yield Block(index, queries, keys, *rect.in_rows(), place.origin + shift, place.zeros, is_first, place.but)
 
 
 def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, int]]:

@@ -186,7 +186,7 @@ def computed(case: Case, exchange: str) -> list[int]:
     found, call, shards = [0] * case.ranks, call_of(case), shards_of(case)
     owner_of = [rank for rank, length in enumerate(case.lengths()) for _ in range(length)]
     dealt = {
-        (bundle.block.branch, bundle.block.segment, head): bundle.target
+        (bundle.block.branch, bundle.block.origin, head): bundle.target
         for rank in range(case.ranks)
         for bundle in bundles_of(call, shards, rank)
         for head in bundle.heads

@@ -27,13 +27,14 @@ from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
 from dilated_attention.backends.tensors import readable, span, within, without_infinity
-from dilated_attention.bands import without_bands
-from dilated_attention.blocks import Block, Packed
+from dilated_attention.blocks import Block, View
 from dilated_attention.call import Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.plan import Plan, SegmentHeads, folds, plan
 
 log = logging.getLogger("dilated_attention")
+Wholes = tuple[View | None, View | None]  # the rows that tensors of queries and of keys have; None: all of this rank
+HERE: Wholes = (None, None)
 
 
 class MemoryCap:
@@ -89,7 +90,7 @@ class Work:
         if not call.is_decode:  # few queries read few keys: only what they see is cleaned and converted
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
         if positions is None:
-            blocks = _cut_plan(call, limits, backward, folds(q, k, v), 0, keys_follow, computed_remotely)
+            blocks = _cut_plan(call, limits, backward, folds(q, k, v), keys_follow, computed_remotely)
         else:
             blocks = _plan_of_positions(call, limits, backward, positions)
         return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, call.q_per_kv)
@@ -112,12 +113,10 @@ class Work:
 
     # --- one block ----------------------------------------------------------------------------------------------
 
-    def compute(
-        self, block: Block, sources: Inputs, results: Outputs | None, packed: Packed | None
-    ) -> tuple[Tensor, ...]:
+    def compute(self, block: Block, sources: Inputs, results: Outputs | None, wholes: Wholes) -> tuple[Tensor, ...]:
         """(out, lse) of a block's queries with its keys alone, or the block's share of the gradients."""
         call, limits, module, kernels = self.call, self.limits, self.choice.module, self.choice.kernels
-        queries, keys = (block.queries, block.keys) if packed is None else packed.views(block)
+        queries, keys = block.queries.within(wholes[0]), block.keys.within(wholes[1])
         q, k, v = queries.of(sources.q, self.group), keys.of(sources.k), keys.of(sources.v)
         padding = None
         if sources.padding is not None:
@@ -146,7 +145,7 @@ class Work:
         low, high = (-block.queries.rows if block.low is None else block.low), block.high
         hidden = (distance < low) | (distance > (block.keys.rows if high is None else high))
         if block.but:  # then it is a block of one head and segment
-            query, key = (view.positions(device)[0, :, 0] - block.sequence[0] for view in views)
+            query, key = (view.positions(device)[0, :, 0] - block.origin for view in views)
         for branch in block.but:
             hidden |= branch.sees(block.queries.head + self.call.first_head, query.unsqueeze(1), key)
         return hidden
@@ -172,9 +171,9 @@ class Work:
         view, rate, device = block.queries, block.queries.row_step, self.call.device
         longest = self.call.dilated.segment_lengths[block.branch]
         ends = self.ends[view.sample : view.sample + view.samples, None, None]
-        starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
+        starts = block.origin + view.segment_step * torch.arange(view.segments, device=device)
         real = (ends - starts[:, None]).clamp(0, longest)  # (samples, segments, 1)
-        offset = (view.positions(device)[0, 0] - block.segment) % rate
+        offset = (view.positions(device)[0, 0] - block.origin) % rate
         rows = -((offset - real) // rate).clamp(max=0)
         zeros = torch.where(real > 0, -(-ends.clamp(max=longest) // rate) - rows, 0)
         return zeros.repeat_interleave(self.group, 2).flatten(0, 1).unsqueeze(1).to(self.call.sum_dtype).log()
@@ -182,10 +181,10 @@ class Work:
     # --- all blocks ---------------------------------------------------------------------------------------------
 
     def each(
-        self, blocks: Iterable[Block], sources: Inputs, results: Outputs | None = None, packed: Packed | None = None
+        self, blocks: Iterable[Block], sources: Inputs, results: Outputs | None = None, wholes: Wholes = HERE
     ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
         """(out, lse) of each block; with ``results`` its gradients. Blocks come cut as kernels and memory want them.
-        ``packed``: which rows the sources have, if they are not this rank's.
+        ``wholes``: which rows the sources have, if they are not this rank's.
 
         Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
         know of one another: a block that runs out of memory is computed again with half as many at a time.
@@ -194,11 +193,11 @@ class Work:
         waiting = deque(blocks if blocks is self.plan.blocks else cut(blocks, self.call, self.limits, backward))
         if self.limits.span is not None:
             most = self.limits.span
-            waiting = deque(part for block in waiting for part in self._within_span(block, sources, most, packed))
+            waiting = deque(part for block in waiting for part in self._within_span(block, sources, most, wholes))
         while waiting:
             block = waiting.popleft()
             try:
-                parts = self.compute(block, sources, results, packed)
+                parts = self.compute(block, sources, results, wholes)
             except torch.OutOfMemoryError as error:
                 cap = MemoryCap.of(self.call)
                 if cap is None:
@@ -217,8 +216,8 @@ class Work:
             yield block, parts
             del parts  # taken by now: the next block has its room
 
-    def _within_span(self, block: Block, sources: Inputs, most: int, packed: Packed | None) -> list[Block]:
-        queries, keys = (block.queries, block.keys) if packed is None else packed.views(block)
+    def _within_span(self, block: Block, sources: Inputs, most: int, wholes: Wholes) -> list[Block]:
+        queries, keys = block.queries.within(wholes[0]), block.keys.within(wholes[1])
         views = queries.of(sources.q, self.group), keys.of(sources.k)
         if all(span(x) < most for x in views):
             return [block]
@@ -298,7 +297,7 @@ class Work:
 def cut(blocks: Iterable[Block], call: Call, limits: Limits, backward: bool) -> Iterator[Block]:
     """The blocks as kernels and memory want them."""
     cap = MemoryCap.of(call)
-    for block in itertools.chain.from_iterable(map(without_bands, blocks)):
+    for block in blocks:
         rows, heads = limits.rows if block.queries.rows >= limits.from_rows else None, None
         if cap is not None and cap.max_bytes is not None:
             heads = max(1, cap.max_bytes // max(1, _bytes_per_head(block, call, limits, backward)))
@@ -324,5 +323,7 @@ def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Te
     for sample, at in enumerate(positions.tolist()):
         if not 0 <= at <= call.keys - call.queries:
             raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
-        blocks += _cut_plan(call._replace(samples=1, start=at), limits, backward, False, sample).blocks
+        for block in _cut_plan(call._replace(samples=1, start=at), limits, backward, False).blocks:
+            queries, keys = (view._replace(sample=sample) for view in (block.queries, block.keys))
+            blocks.append(block._replace(queries=queries, keys=keys))
     return Plan(tuple(blocks), (0, call.kv_heads), True)

@@ -71,6 +71,11 @@ class Rows(NamedTuple):
         upto = min(self.length, max(0, -((self.start - stop) // self.step)))
         return Rows(self.start + before * self.step, self.step, max(0, upto - before))
 
+    def part(self, first: int, stop: int) -> Rows:
+        """The rows [first, stop), counted from the first."""
+        first = max(0, first)
+        return Rows(self.start + first * self.step, self.step, max(0, min(stop, self.length) - first))
+
     def phases(self, step: int) -> Iterator[Rows]:
         """The same rows, in steps of this size."""
         many = step // self.step
@@ -118,11 +123,23 @@ class Rect(NamedTuple):
                 queries = queries.inside(keys.start - high, queries.last + 1)
         if (low is not None and high is not None and low > high) or not (queries.length and keys.length):
             return self._replace(queries=queries._replace(length=0), keys=keys._replace(length=0), low=None, high=None)
-        if low is not None and keys.start - queries.last >= low:
-            low = None
-        if high is not None and keys.last - queries.start <= high:
-            high = None
-        return self._replace(queries=queries, keys=keys, low=low, high=high)
+        return self._replace(queries=queries, keys=keys, low=low, high=high).eased()
+
+    def eased(self) -> Rect:
+        """Without limits that always hold."""
+        (queries, keys, low, high), rest = self[:4], self[4:]
+        low = None if low is None or keys.start - queries.last >= low else low
+        return Rect(queries, keys, low, None if high is None or keys.last - queries.start <= high else high, *rest)
+
+    def part(self, first: int, stop: int, key: int, last: int) -> Rect:
+        """The pairs of the query rows [first, stop) with the key rows [key, last), counted from the first."""
+        return self._replace(queries=self.queries.part(first, stop), keys=self.keys.part(key, last)).eased()
+
+    def in_rows(self) -> tuple[int | None, int | None]:
+        """The limits in rows; queries and keys go in steps of one size."""
+        (start, step, _), (key, _, _) = self.queries, self.keys
+        low = None if self.low is None else -((key - start - self.low) // step)
+        return low, None if self.high is None else (self.high - key + start) // step
 
     def even(self) -> Iterator[Rect]:
         """The same pairs; where they are limited, queries and keys go in steps of one size."""

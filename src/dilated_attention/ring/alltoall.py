@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
-from dilated_attention.blocks import Block, Packed, View, head_runs
+from dilated_attention.blocks import Block, View, head_runs
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped, rows_at
 from dilated_attention.call import Call
@@ -89,7 +89,7 @@ def bundles_at(call: Call, shards: Shards, index: int, token: int) -> list[Bundl
                 whole = View(0, call.samples, first, 1, 0, sum(count), branch.rate, head, run.heads, *run.steps)
                 befores = itertools.accumulate(count, initial=0)
                 views = {
-                    rank: whole.some_rows(before, here)._replace(start=shards.starts[rank])
+                    rank: whole._replace(token=first + before * branch.rate, rows=here, start=shards.starts[rank])
                     for rank, before, here in zip(members, befores, count, strict=False)
                 }
                 begin, end = shards.sequence(token)
@@ -128,7 +128,7 @@ class AllToAll(ParallelCall):
         call = self.call._replace(start=0, queries=0, key_start=0, keys=0)
         self.bundles = bundles_of(call, self.shards, self.rank) if call.samples else ()
         self.computed_remotely = frozenset(
-            (bundle.block.branch, bundle.block.segment, head) for bundle in self.bundles for head in bundle.heads
+            (bundle.block.branch, bundle.block.origin, head) for bundle in self.bundles for head in bundle.heads
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
         self.rows_there, self.rows_here = peers_of(self.bundles, self.rank)
@@ -176,7 +176,7 @@ class AllToAll(ParallelCall):
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
         whole, found = bundle.block.queries, list[Tensor]()
-        for block, parts in work.each([bundle.block], sources, results, Packed(whole, whole)):
+        for block, parts in work.each([bundle.block], sources, results, (whole, whole)):
             groups = [part.shape[2] // block.heads for part in parts]
             if not found:
                 sizes = [(*sources.q.shape[:2], whole.heads * group) for group in groups]

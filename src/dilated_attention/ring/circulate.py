@@ -74,7 +74,8 @@ class Circulation(ParallelCall):
                 parts = step.owners[owner]
                 arrived = unpack(message, [part.rows for part in parts], self.fields.blocks)
                 for part, tensors in zip(parts, arrived, strict=True):
-                    for block, (seen, seen_lse) in work.each(part.blocks, Inputs(work.q, *tensors), None, part.packed):
+                    results = work.each(part.blocks, Inputs(work.q, *tensors), None, (None, part.rows))
+                    for block, (seen, seen_lse) in results:
                         here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
                         merge_(here, here_lse, seen, seen_lse)
         return out, lse
@@ -154,7 +155,7 @@ class Circulation(ParallelCall):
                     samples, count, heads = shape_of(rows)
                     size = samples, count, heads * self.q_per_kv, work.q.shape[3]
                     totals[rows] = work.q.new_zeros(size, dtype=self.call.sum_dtype)
-                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results, part.packed):
+                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results, (None, part.rows)):
                     block.queries.within(rows).of(totals[rows], self.q_per_kv).add_(dq)
                     keys = block.keys.within(part.rows)
                     keys.of(dk_all).add_(dk)

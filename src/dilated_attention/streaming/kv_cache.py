@@ -187,7 +187,7 @@ class KVCache:
             for part in away(call, 0, before):
                 kept = self._rows(part.rows, part.blocks[0].branch, samples)
                 sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
-                for block, seen in work.each(part.blocks, sources, None, part.packed):
+                for block, seen in work.each(part.blocks, sources, None, (None, part.rows)):
                     merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *seen)
         return finished(out, call, q.dtype), lse
 
