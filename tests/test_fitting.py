@@ -26,7 +26,7 @@ from dilated_attention import (
     reference,
 )
 from dilated_attention.integrations.stored import Plain, stored
-from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, set_pattern
+from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, register, set_pattern
 from dilated_attention.models import LMConfig, LongNetLM
 from dilated_attention.models.transformer import written
 
@@ -54,6 +54,7 @@ def saved(kind: str, folder: Path, pattern: Any = ALL) -> Path:
     elif kind == "longnet":
         LongNetForCausalLM(set_pattern(LongNetConfig(**SHAPE), pattern)).save_pretrained(folder)
     else:
+        register()
         gpt2 = {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}
         config = LlamaConfig(**SHAPE) if kind == "llama" else GPT2Config(**gpt2)
         AutoModelForCausalLM.from_config(set_pattern(config, pattern)).save_pretrained(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -11,21 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dilated_attention
-from dilated_attention.cli import (
-    bench,
-    compare,
-    completion,
-    convert,
-    doctor,
-    encode,
-    evaluate,
-    fit,
-    plan,
-    report,
-    sample,
-    show,
-    suggest,
-)
 from dilated_attention.cli.options import Refused, defaults, refusing
 
 NAME = "dilated-attention"
@@ -37,7 +23,10 @@ Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
 COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
-COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, sample, fit, evaluate, convert, completion)
+COMMANDS = (
+    "bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "sample", "fit", "evaluate", "convert",
+    "completion",
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,8 +49,8 @@ class Parser(argparse.ArgumentParser):
 def parsers() -> dict[str, Parser]:
     """One for each command, whose file says in its docstring what --help says."""
     made = {}
-    for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+    for name in COMMANDS:
+        command = importlib.import_module(f"dilated_attention.cli.{name}")
         parser = made[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
         for names, how in command.OPTIONS:
             parser.add_argument(*names, **how)

@@ -123,9 +123,8 @@ def print_results(screen: Console, results: Record) -> None:
     screen.print("\n" + results["answer"].replace("`", ""), style="bold")
     if results["machine"].get("too_busy"):
         took = f"other work took {results['machine']['others']:.0%} of its cores"
-        screen.print(
-            f"The machine was too busy to trust these times: {took}. Run it again when idle.", style="bold red"
-        )
+        said = f"The machine was too busy to trust these times: {took}. Run it again when idle."
+        screen.print(said, style="bold red")
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
 

@@ -15,6 +15,7 @@ from dilated_attention import charts
 from dilated_attention.cli import options
 
 OPTIONS = options.MODEL
+TITLE = "right answers, by distance in bytes"
 
 
 def run(given: Namespace) -> None:
@@ -24,13 +25,13 @@ def run(given: Namespace) -> None:
     from dilated_attention.models import recall
 
     with options.refusing():
-        model, text, device = options.model_and_text(given)
-        rows = scoring.rows_of(model, text, given.tokens, given.rows).to(device)
+        model, text, rows = options.model_and_rows(given)
         asked = scoring.planted(text, given.tokens, given.rows)
-    bits, hits = scoring.by_position(model, rows), recall.by_distance(asked, scoring.recalled(model, asked, device))
+    bits = scoring.by_position(model, rows)
+    hits = recall.by_distance(asked, scoring.recalled(model, asked, rows.device))
     mean = sum(one["bits"] * (one["last"] - one["first"] + 1) for one in bits) / (given.tokens - 1)
     if given.chart is not None:
-        chart = plots.heat_map(hits, "right", "from", "kind", "right answers, by distance in bytes")
+        chart = plots.heat_map(hits, "right", "from", "kind", TITLE)
         charts.write(given.chart, plots.svg(plots.styled(chart)))
     if given.json:
         print_json({"tokens": given.tokens, "rows": len(rows), "bits": mean, "by_position": bits, "recall": hits})
@@ -41,8 +42,6 @@ def run(given: Namespace) -> None:
     print_table(screen, title, ["position", "bits"], [*lines, ["all", f"{mean:.3f}"]])
     distances = sorted({distance for _, distance in cells})
     table = [[kind, *(cells.get((kind, distance), "") for distance in distances)] for kind in recall.KINDS]
-    print_table(
-        screen, "right answers, by distance in bytes", ["asked for", *(f"from {x:,}" for x in distances)], table
-    )
+    print_table(screen, TITLE, ["asked for", *(f"from {x:,}" for x in distances)], table)
     if given.chart is not None:
         screen.print(f"written: {given.chart}")

@@ -45,15 +45,14 @@ OPTIONS = (
 def run(given: Namespace) -> None:
     with options.refusing():
         options.file("-o", given.output, (".json",))
-    from dilated_attention import fitting, scoring
+    from dilated_attention import fitting
     from dilated_attention.bench import plots
     from dilated_attention.cli.output import console, print_json, print_table
     from dilated_attention.models.transformer import written
 
     with options.refusing():
-        model, text, device = options.model_and_text(given)
-        rows = scoring.rows_of(model, text, given.tokens, given.rows)
-        found = fitting.fit(model, rows.to(device), given.budget, given.by)
+        model, _, rows = options.model_and_rows(given)
+        found = fitting.fit(model, rows, given.budget, given.by)
     patterns, (kept, output) = written(found.patterns), found.kept
     charts.write(given.output, (json.dumps(patterns, indent=1) + "\n").encode())
     if given.chart is not None:
@@ -74,9 +73,8 @@ def run(given: Namespace) -> None:
         those = ", ".join(str(head) for head, pairs in enumerate(shares) if pairs >= 1)
         lines.append([str(layer), *(f"{x:.3f}" for x in means), f"{mean(shares):.1%}", those or "none"])
     columns = ["layer", *found.alone, "chosen", "its output", "its pairs", "<full heads"]
-    print_table(
-        screen, f"mass, in {len(rows)} rows of {given.tokens:,} tokens: 1 is all of dense attention", columns, lines
-    )
+    title = f"mass, in {len(rows)} rows of {given.tokens:,} tokens: 1 is all of dense attention"
+    print_table(screen, title, columns, lines)
     full = [pairs >= 1 for shares in found.shares for pairs in shares]
     pairs = f"{found.share:.1%} of dense attention's pairs"
     screen.print(f"\nchosen: {pairs}; {sum(full)} of {len(full)} heads stay full")

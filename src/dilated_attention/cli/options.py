@@ -158,11 +158,9 @@ def branches(text: str) -> Pattern:
     from dilated_attention.pattern import Pattern
 
     made: dict[str, Callable[..., Any]] = {
-        "Pattern": Pattern,
-        "Blocks.random": Blocks.random,
-        "Blocks.bigbird": Blocks.bigbird,
-    }
-    made |= {kind.__name__: kind for kind in KINDS.values()}
+        "Pattern": Pattern, "Blocks.random": Blocks.random, "Blocks.bigbird": Blocks.bigbird,
+        **{kind.__name__: kind for kind in KINDS.values()},
+    }  # fmt: skip
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.List | ast.Tuple):
@@ -190,14 +188,10 @@ TOKENS = option("-n", "--tokens", type=count, metavar="N", help=f"The length of 
 PATTERN = (
     option("-w", "--segment-lengths", type=counts, metavar="W,W,...", help="The segment lengths, written as for -n."),
     option("-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one for each length."),
-    option(
-        "--pattern",
-        type=branches,
-        metavar="BRANCHES",
-        help='Instead of -w, -r and --rule any branches, as in Python: "Window(1023), Prefix(4), Strided(64)", or '
-        "\"Pattern([...], counts='sum')\".",
-    ),
-)
+    option("--pattern", type=branches, metavar="BRANCHES",
+           help='Instead of -w, -r and --rule any branches, as in Python: "Window(1023), Prefix(4), Strided(64)", or '
+           "\"Pattern([...], counts='sum')\"."),
+)  # fmt: skip
 RULE = option(
     "--rule", default="longnet", metavar="RULE",
     help="How heads share the branches, the pairs of a segment length and a rate: longnet (as in the paper), "
@@ -272,19 +266,16 @@ def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
     return path
 
 
-def model_and_text(given: Namespace) -> tuple[Any, bytes, torch.device]:
-    """What MODEL names; in bfloat16 on CUDA."""
+def model_and_rows(given: Namespace) -> tuple[Any, bytes, torch.Tensor]:
+    """What MODEL names, in bfloat16 on CUDA: a model, and text, of which rows are on its device."""
     from dilated_attention import scoring
     from dilated_attention.integrations.stored import stored
 
     if given.chart is not None:
         file("--chart", given.chart, (".svg",))
     where, text = device(given.device), scoring.read(given.data)
-    return (
-        stored(given.checkpoint, given.tokenizer, where, dtype(("float32", "bfloat16")[where.type == "cuda"])),
-        text,
-        where,
-    )
+    model = stored(given.checkpoint, given.tokenizer, where, dtype("bfloat16" if where.type == "cuda" else "float32"))
+    return model, text, scoring.rows_of(model, text, given.tokens, given.rows).to(where)
 
 
 def workload(given: Namespace) -> Workload:
