@@ -81,11 +81,9 @@ class Workload:
         backward = (memory.saved + over.held + gradients + over.sums) * BACKWARD_MORE
         if self.ranks == 1 and torch.cuda.is_available():
             kv_heads = self.kv_heads or self.heads
-            call = Call(
-                cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens,
-                heads=self.heads, kv_heads=kv_heads, head_dim=self.head_dim, dtype=self.dtype,
-                device=torch.device("cuda"), total=self.tokens,
-            )  # fmt: skip
+            query, key = ((self.batch, self.tokens, heads, self.head_dim) for heads in (self.heads, kv_heads))
+            call = Call(cost.pattern, self.is_causal)
+            call = call.with_shapes(query, key, self.dtype, torch.device("cuda"), has_padding=False, start=0)
             if choose(call).is_whole:
                 share = nesting.heads_at_once(call) / kv_heads  # the results of some heads wait at a time
                 waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
@@ -120,8 +118,7 @@ def suggest(workload: Workload, rule: str = "longnet", memory: int | None = None
     ``memory``: bytes of one rank that the call may take. If training needs more, it is said what would fit.
     """
     size = workload.tokens, workload.heads, workload.kv_heads
-    is_union = rule == "union"
-    pattern = union_for(*size, workload.is_causal) if is_union else pattern_for(*size, cast(Rule, rule))
+    pattern = union_for(*size, workload.is_causal) if rule == "union" else pattern_for(*size, cast(Rule, rule))
     cost = workload.cost(pattern)
     figures = (*_figures(workload, cost), *verdict(workload, cost, memory))
     return Suggestion(pattern, workload, cost, " ".join(_reasons(pattern, workload)), figures)

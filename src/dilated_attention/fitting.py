@@ -117,21 +117,20 @@ def fit(model: Any, rows: Tensor, budget: float, by: str = "output") -> Fit:
     """
     n, options, single = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1])
     found = measured(model, rows, [*options, *single.values()])
-    layers, heads = found.shape[1], found.shape[3]
-    shares = [[share_of(pattern, n, heads)] * heads for pattern in model.patterns]
-    dense = [layer for layer in range(layers) if shares[layer][0] >= 1]
+    heads, patterns = found.shape[3], [*model.patterns]
+    shares = torch.tensor([[share_of(x, n, heads)] * heads for x in patterns], dtype=torch.float64)  # (L, Hk)
+    kept, dense = torch.ones_like(shares).repeat(2, 1, 1), shares[:, 0] >= 1
     cost = torch.tensor([share_of(Pattern(option), n, 1) for option in options], dtype=torch.float64)
-    room = budget * layers * heads - sum(sum(some) for some in shares if some[0] < 1)  # in heads
-    if not dense:
+    room = budget * shares.numel() - float(shares[~dense].sum())  # in heads
+    if not dense.any():
         raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
-    if room < (least := float(cost.min()) * len(dense) * heads):
-        raise ValueError(f"--budget must be at least {budget + (least - room) / layers / heads:.4f} in {n} tokens")
-    picked = choose(cost, found[KEPT.index(by), dense, : len(options)].transpose(1, 2).flatten(0, 1), room)
-    patterns, kept = [*model.patterns], torch.ones(2, layers, heads, dtype=torch.float64)
-    for index, layer in enumerate(dense):
-        at = picked[index * heads : (index + 1) * heads]
-        patterns[layer], shares[layer] = joined([options[one] for one in at]), cost[at].tolist()
-        kept[:, layer] = found[:, layer, at, range(heads)]
-    share = sum(share_of(pattern, n, heads) for pattern in patterns) / layers
-    looked_at = {name: found[0, :, len(options) + at].tolist() for at, name in enumerate(single)}
-    return Fit(tuple(patterns), share, shares, kept.tolist(), looked_at)
+    if room < (least := float(cost.min() * shares[dense].numel())):
+        raise ValueError(f"--budget must be at least {budget + (least - room) / shares.numel():.4f} in {n} tokens")
+    free = found[:, dense, : len(options)]  # (2, layers, O, Hk)
+    picked = torch.tensor(choose(cost, free[KEPT.index(by)].mT.flatten(0, 1), room)).view(-1, heads)
+    shares[dense] = cost[picked]
+    kept[:, dense] = free.gather(2, picked[None, :, None].expand(2, -1, -1, -1)).squeeze(2)
+    for layer, numbers in zip(dense.nonzero().flatten().tolist(), picked.tolist(), strict=True):
+        patterns[layer] = joined([options[number] for number in numbers])
+    looked_at = dict(zip(single, found[0, :, len(options) :].transpose(0, 1).tolist(), strict=True))
+    return Fit(tuple(patterns), float(shares.mean()), shares.tolist(), kept.tolist(), looked_at)

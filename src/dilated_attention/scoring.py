@@ -69,9 +69,11 @@ def recalled(model: Any, asked: recall.Planted, device: Any = None) -> Tensor:
         mine, at, sizes = (asked.rows == row).nonzero().flatten(), list[int](), list[int]()
         mine = mine[asked.places[mine].argsort()]
         for place in asked.places[mine].tolist():
-            before, answer = (model.tokens(text[x:y], False) for x, y in ((last, place), (place, place + recall.WIDTH)))
-            at += range(len(ids) + len(before), len(ids) + len(before) + len(answer))
-            ids, last = [*ids, *before, *answer], place + recall.WIDTH
+            ids += model.tokens(text[last:place], False)
+            last = place + recall.WIDTH
+            answer = model.tokens(text[place:last], False)
+            at += range(len(ids), len(ids) + len(answer))
+            ids += answer
             sizes.append(len(answer))
         tokens, places = torch.tensor([ids], device=device), torch.tensor(at, device=device)
         hits = (model.logits(tokens, places - 1).argmax(-1) == tokens[:, places])[0].cpu()

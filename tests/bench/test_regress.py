@@ -112,16 +112,16 @@ def test_measurements_are_told_apart_by_all_that_was_asked(name: str) -> None:
     other = {**one, name: "other"}
     assert {*regress.MEASURED_BY} == {*one} - {"ours", "status", "why", "ms", "suggested", "flops", "peak_bytes"}
     found = compare(results(one), results(other))
-    assert (found.changes, found.only_before, found.only_after) == ((), (one,), (other,))
+    assert (found.changes, found.only_before, found.only_after) == ([], [one], [other])
 
 
 def test_where_files_come_from() -> None:
     newer = {**MACHINE["versions"], "torch": "2.14.0", "cuda": "13"}
     found = compare(results(), results(commit="def", versions=newer, date="tomorrow", load=9.0))
-    wanted = (("commit", MACHINE["commit"], "def"), ("torch", "2.13.0+cpu", "2.14.0"), ("cuda", "none", "13"))
+    wanted = [("commit", MACHINE["commit"], "def"), ("torch", "2.13.0+cpu", "2.14.0"), ("cuda", "none", "13")]
     assert (found.origins, found.is_other_machine) == (wanted, False)
     found = compare(results(), results(threads=4))
-    assert (found.origins, found.is_other_machine) == ((("threads", "8", "4"),), True)
+    assert (found.origins, found.is_other_machine) == ([("threads", "8", "4")], True)
 
 
 def test_a_file_and_a_folder_that_holds_one(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def _cannot(how: str, setting: Setting) -> str | None:
         return "torch.compile needs triton on CUDA"
     if how != "triton":
         return None
-    x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
-    call = Call(DilatedPattern.longnet([1], [1]), setting.causal).of(x, x, None, 0)
+    call, shape = Call(DilatedPattern.longnet([1], [1]), setting.causal), (1, 1, 1, setting.head_dim)
+    call = call.with_shapes(shape, shape, setting.dtype, setting.device, has_padding=False, start=0)
     return "; ".join(triton.unsupported(call, False)) or None
 
 

@@ -110,12 +110,12 @@ def line_chart(data: Record, height: int, inside: str = "true") -> Record:
     ``data`` has `points`; `parameters` are to be added.
     """
     lost = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
+    line, dot = {"type": "line", "strokeWidth": 2}, {"type": "point", "size": 26, "strokeWidth": 1.5}
     x = {"field": "tokens", "type": "quantitative", "scale": {"type": "log", "base": 2, "nice": False, "padding": 12}}
     y = {"field": "y", "type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 18}, "title": None}
     values = {"expr": "figure == 'memory' ? powers : decades"}
     return {
-        "data": data,
-        "height": height,
+        "data": data, "height": height,
         "transform": [
             {"joinaggregate": [{"op": "min", "field": "ms", "as": "least"}], "groupby": ["tokens"]},
             *({"calculate": Y.format(name), "as": to} for name, to in (("ms", "y"), ("low", "low"), ("high", "high"))),
@@ -123,14 +123,12 @@ def line_chart(data: Record, height: int, inside: str = "true") -> Record:
         "encoding": {
             "x": {**x, "axis": {"labelExpr": TOKENS, "values": {"expr": "lengths"}}},
             "y": {**y, "axis": {"labelExpr": VALUES, "values": values}},
-            "color": COLOUR,
-            "detail": {"field": "series"},
+            "color": COLOUR, "detail": {"field": "series"},
         },
         "layer": [
             _layer("rule", f"{DRAWN} && figure != 'memory' && datum.low > 0", y={"field": "low"}, y2={"field": "high"}),
-            _layer({"type": "line", "strokeWidth": 2}, DRAWN, strokeDash=either("datum.ours", [1, 0], [6, 3])),
-            _layer({"type": "point", "size": 26, "strokeWidth": 1.5}, DRAWN, fill=COLOUR,
-                   fillOpacity=either("datum.few", 0, 1)),
+            _layer(line, DRAWN, strokeDash=either("datum.ours", [1, 0], [6, 3])),
+            _layer(dot, DRAWN, fill=COLOUR, fillOpacity=either("datum.few", 0, 1)),
             _layer(lost, "!isValid(datum.ms)", y={"value": 8}),
             _names(height, inside),
         ],
@@ -187,16 +185,12 @@ def interactive(name: str) -> Record:
     near = {"type": "point", "fields": ["tokens"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
     zoom = {"type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
     chart["layer"][0]["params"] = [{"name": "zoom", "select": zoom, "bind": "scales"}]
+    seen = {"condition": {"param": "near", "value": 0.8, "empty": False}, "value": 0}
     rule = {
-        "data": {"name": name},
+        "data": {"name": name}, "mark": {"type": "rule", "color": MUTED}, "params": [{"name": "near", "select": near}],
         "transform": [{"aggregate": [{"op": "count", "as": "count"}], "groupby": ["tokens"]}],
-        "mark": {"type": "rule", "color": MUTED},
-        "params": [{"name": "near", "select": near}],
-        "encoding": {
-            "x": {"field": "tokens", "type": "quantitative"},
-            "opacity": {"condition": {"param": "near", "value": 0.8, "empty": False}, "value": 0},
-        },
-    }
+        "encoding": {"x": {"field": "tokens", "type": "quantitative"}, "opacity": seen},
+    }  # fmt: skip
     # page.js sets the width; names may lie outside of it
     return styled({"params": parameters(), "height": 420, "autosize": "none", "layer": [chart, rule]})
 
@@ -211,10 +205,10 @@ def pictures(results: Record) -> dict[str, Record | None]:
 
 
 def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
-    panels = []
-    for way, words in DIRECTIONS.items():
-        if data := [one for one in drawn if one["direction"] == way]:
-            panels.append({**line_chart({"values": data}, 380), "width": 420, "title": f"{FIGURES[figure]}, {words}"})
+    panels = [
+        {**line_chart({"values": data}, 380), "width": 420, "title": f"{FIGURES[figure]}, {words}"}
+        for way, words in DIRECTIONS.items() if (data := [one for one in drawn if one["direction"] == way])
+    ]  # fmt: skip
     given = parameters(figure, sorted({one["tokens"] for one in drawn}))
     chart = {"params": given, "hconcat": panels, "title": wanted, "resolve": {"scale": {"y": "shared"}}}
     return styled(chart) if panels else None

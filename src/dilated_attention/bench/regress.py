@@ -36,11 +36,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Regression:
-    origins: tuple[tuple[str, str, str], ...]  # (what, before, after) where the files come from different places
-    changes: tuple[Change, ...]
-    verdicts: tuple[Change, ...]  # of checks
-    only_before: tuple[Record, ...]
-    only_after: tuple[Record, ...]
+    origins: list[tuple[str, str, str]]  # (what, before, after) where the files come from different places
+    changes: list[Change]
+    verdicts: list[Change]  # of checks
+    only_before: list[Record]
+    only_after: list[Record]
 
     @property
     def is_other_machine(self) -> bool:
@@ -67,11 +67,11 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
     names = {name: None for one in told for name in (*MACHINE, "commit", "dirty", *one["versions"])}
     origins = [(name, *(str(one.get(name, "none")) for one in told)) for name in names]
     return Regression(
-        tuple((name, one, other) for name, one, other in origins if one != other),
-        tuple(_change(one, new[key], threshold) for key, one in old.items() if key in new),
-        tuple(verdicts),
-        tuple(one for key, one in old.items() if key not in new),
-        tuple(one for key, one in new.items() if key not in old),
+        [(name, one, other) for name, one, other in origins if one != other],
+        [_change(one, new[key], threshold) for key, one in old.items() if key in new],
+        verdicts,
+        [one for key, one in old.items() if key not in new],
+        [one for key, one in new.items() if key not in old],
     )
 
 

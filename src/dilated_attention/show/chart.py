@@ -28,39 +28,30 @@ def panels(view: View) -> Specification:
     """The first pictures, two in a row."""
     pictures, cells = view.pictures[:MOST_PANELS], len(view.edges) - 1
     side = cells * max(1, (300 if len(pictures) > 1 else 440) // cells)  # whole pixels: others would make a moiré
-    size = {"width": side, "height": side}
     about = [view.subtitle, view.caption(view.colour), *view.facts(MOST_PANELS)]
     about = [line for sentence in about for line in textwrap.wrap(sentence, 90)]
     return {
-        "$schema": SCHEMA,
+        "$schema": SCHEMA, "columns": 2, "config": {"view": {"fill": "#f5f6f8", "stroke": None}},
         "title": {"text": view.title, "subtitle": about, "anchor": "start", "offset": 16},
         "params": [{"name": "colour", "value": view.colour}],
         "concat": [
-            {"title": picture.name, **size, "layer": _layers(view, [picture], is_fixed=True)} for picture in pictures
+            {"title": x.name, "width": side, "height": side, "layer": _layers(view, [x], is_fixed=True)}
+            for x in pictures
         ],
-        "columns": 2,
-        "config": {"view": {"fill": "#f5f6f8", "stroke": None}},
-    }
+    }  # fmt: skip
 
 
 def choosable(view: View) -> Specification:
     """One picture at a time: its heads and its colours can be chosen, and the wheel zooms."""
     names = [picture.name for picture in view.pictures]
     heads = {"input": "select", "name": "Heads ", "options": [*range(len(names))], "labels": names}
-    labels = ["share of pairs", "branch"]
-    colours = {"input": "radio", "name": "Colour ", "options": [*COLOURS], "labels": labels}
-    cells, *lines = _layers(view, view.pictures, is_fixed=False)
-    cells["transform"].append({"filter": "datum.picture == picture"})
-    cells["params"] = [{"name": "zoom", "select": "interval", "bind": "scales"}]
-    return {
-        "$schema": SCHEMA,
-        "params": [
-            {"name": "colour", "value": view.colour, "bind": colours},
-            {"name": "picture", "value": 0, "bind": heads},
-        ],
-        "layer": [cells, *lines],
-        "autosize": {"type": "pad", "resize": True},  # legends grow and shrink with the choices
-    }
+    colours = {"input": "radio", "name": "Colour ", "options": [*COLOURS], "labels": ["share of pairs", "branch"]}
+    layers = _layers(view, view.pictures, is_fixed=False)
+    layers[0]["transform"].append({"filter": "datum.picture == picture"})
+    layers[0]["params"] = [{"name": "zoom", "select": "interval", "bind": "scales"}]
+    chosen = [{"name": "colour", "value": view.colour, "bind": colours}, {"name": "picture", "value": 0, "bind": heads}]
+    # legends grow and shrink with the choices
+    return {"$schema": SCHEMA, "params": chosen, "layer": layers, "autosize": {"type": "pad", "resize": True}}
 
 
 def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[Specification]:
@@ -70,7 +61,6 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     # a list per column takes a third of the space of an object per row; in a text Altair does not check each number
     rows = [*_rows(view, pictures, levels)]
     named = COLUMNS if view.pattern.counts == "sum" else COLUMNS[:-1]
-    times = [{"field": "count", "type": "quantitative", "title": "counts", "format": ".3~"}]
     columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(named)}])
     calculated = {
         "x": f"datum.k + {gap}", "x2": f"datum.k_end - {gap}", "y": f"datum.q + {gap}", "y2": f"datum.q_end - {gap}",
@@ -82,15 +72,17 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     listed = {"expr": f"colour == 'branch' ? {json.dumps(names)} : ['{ANY}']"}
     colours = None if is_fixed and view.colour == "share" else {**legend, "title": "colour", "values": listed}
     shares = {**legend, "title": "share of pairs", "symbolFillColor": BLUE} if view.cell_size > 1 else None
+    tooltip: list[Specification] = [
+        {"field": "queries"}, {"field": "keys"}, {"field": "name", "title": "branch"},
+        {"field": "share", "type": "quantitative", "title": "share of pairs", "format": ".3~%"},
+        {"field": "count", "type": "quantitative", "title": "counts", "format": ".3~"},
+    ]  # fmt: skip
     cells = {
-        "data": {"values": columns, "format": {"type": "json"}},
-        "transform": [{"flatten": named}, *transform],
+        "data": {"values": columns, "format": {"type": "json"}}, "transform": [{"flatten": named}, *transform],
         "mark": {"type": "rect", "clip": True, "aria": False},
         "encoding": {
-            "x": _tokens(view, "x", "key", is_fixed=is_fixed),
-            "x2": {"field": "x2"},
-            "y": _tokens(view, "y", "query", is_fixed=is_fixed),
-            "y2": {"field": "y2"},
+            "x": _tokens(view, "x", "key", is_fixed=is_fixed), "x2": {"field": "x2"},
+            "y": _tokens(view, "y", "query", is_fixed=is_fixed), "y2": {"field": "y2"},
             "color": {
                 "field": "shown", "type": "nominal", "legend": colours,
                 "scale": {"domain": [*names, ANY], "range": [*hues(len(names)), BLUE]},
@@ -99,13 +91,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
                 "field": "about", "type": "ordinal", "sort": [*levels], "legend": shares,
                 "scale": {"type": "ordinal", "domain": [*levels], "range": OPACITY},
             },
-            "tooltip": [
-                {"field": "queries"},
-                {"field": "keys"},
-                {"field": "name", "title": "branch"},
-                {"field": "share", "type": "quantitative", "title": "share of pairs", "format": ".3~%"},
-                *(times if view.pattern.counts == "sum" else []),
-            ],
+            "tooltip": tooltip if view.pattern.counts == "sum" else tooltip[:-1],
         },
     }  # fmt: skip
     return [cells, *_lines(view)]
@@ -117,11 +103,8 @@ def _tokens(view: View, channel: str, title: str, *, is_fixed: bool) -> Specific
     step = f"pow(2, max(0, floor(log({high} - {low}) / LN2) - 2))"
     ticks = {"expr": f"sequence(ceil({low} / {step}) * {step}, {high} + 1, {step})"}
     axis = {"format": ",d", "values": ticks, "labelFlush": False, "grid": False}
-    scale = {"domain": [*view.shown], "nice": False, "zero": False}
-    if channel == "x":
-        axis["orient"] = "top"
-    else:
-        scale["reverse"] = True
+    axis["orient"] = "top" if channel == "x" else "left"
+    scale = {"domain": [*view.shown], "nice": False, "zero": False, "reverse": channel == "y"}
     return {"field": channel, "type": "quantitative", "title": title, "axis": axis, "scale": scale}
 
 
@@ -154,14 +137,10 @@ def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> 
 def _lines(view: View) -> Iterator[Specification]:
     """The borders of ranks, and the query that was asked for."""
     for channel in "xy" if view.borders else "":
-        yield {
-            "data": {"values": [{"token": token} for token in view.borders]},
-            "mark": {"type": "rule", "color": LINE, "strokeDash": [4, 3], "clip": True},
-            "encoding": {channel: {"field": "token", "type": "quantitative"}},
-        }
+        dashes = {"type": "rule", "color": LINE, "strokeDash": [4, 3], "clip": True}
+        where = {channel: {"field": "token", "type": "quantitative"}}
+        yield {"data": {"values": [{"token": x} for x in view.borders]}, "mark": dashes, "encoding": where}
     if view.query is not None:
-        yield {
-            "data": {"values": [{"top": view.query, "bottom": view.query + 1}]},
-            "mark": {"type": "rect", "fill": None, "stroke": LINE, "strokeWidth": 1.5, "clip": True},
-            "encoding": {"y": {"field": "top", "type": "quantitative"}, "y2": {"field": "bottom"}},
-        }
+        frame = {"type": "rect", "fill": None, "stroke": LINE, "strokeWidth": 1.5, "clip": True}
+        where = {"y": {"field": "top", "type": "quantitative"}, "y2": {"field": "bottom"}}
+        yield {"data": {"values": [{"top": view.query, "bottom": view.query + 1}]}, "mark": frame, "encoding": where}

@@ -120,13 +120,9 @@ def profile(session: Session) -> list[Step]:
     functions = [one for one in every if one.kind == "function"]
     which = [one for one in every if one.name in TELLING or one.kind in ("module", "multihead")]
     rows = [partial(kernels_of, session, setting, one) for one in which]
-    return [
-        *session.table("profile", f"Where the time goes: {what}", note, columns, rows),
-        *(
-            partial(session.compare, "profile", functions, session.setting(tokens, PATTERNS[0]))
-            for tokens in BACKENDS_AT
-        ),
-    ]
+    table = session.table("profile", f"Where the time goes: {what}", note, columns, rows)
+    settings = [session.setting(tokens, PATTERNS[0]) for tokens in BACKENDS_AT]
+    return [*table, *(partial(session.compare, "profile", functions, one) for one in settings)]
 
 
 def kernels_of(session: Session, setting: Setting, one: Implementation) -> Iterator[Row]:
