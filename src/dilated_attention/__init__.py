@@ -31,15 +31,7 @@ def _is_own_command() -> bool:
 if TYPE_CHECKING or not _is_own_command():
     from dilated_attention.branches import Blocks, Dense, Dilated, Global, Prefix, Strided, Window
     from dilated_attention.checks import DilatedAttentionWarning
-    from dilated_attention.compat import (  # noqa: F401
-        ImprovedDilatedAttention,
-        ImprovedMultiheadDilatedAttention,
-        RingAdvancedDistributedDilatedAttention,
-        RingAttentionV2Simple,
-        RingDilatedAttentionProduction,
-        RingDilatedAttentionV2Collective,
-        sequence_mean,
-    )
+    from dilated_attention.compat import *  # noqa: F403
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
     from dilated_attention.distributed.sequence import (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +40,11 @@ def attention(
         (torch.float64, torch.Size([1, 16, 4]))
     """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+    given: Any = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "dtype": None}
     if isinstance(pattern, DilatedPattern) and not pattern.is_exact:  # as released: mixed by weights that are constants
-        branches = [
-            attention(
-                query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
-                key_padding_mask=key_padding_mask, query_offset=query_offset, cu_seqlens=cu_seqlens, dtype=None,
-            )
-            for branch in range(len(pattern.branches))
-        ]  # fmt: skip
-        outs, lses = (torch.stack(parts) for parts in zip(*branches, strict=True))
+        given |= {"query_offset": query_offset, "cu_seqlens": cu_seqlens}
+        alone = map(pattern.alone, range(len(pattern.branches)))
+        outs, lses = map(torch.stack, zip(*(attention(query, key, value, x, **given) for x in alone), strict=True))
         mixing = (lses - lses.logsumexp(0)).exp().nan_to_num(0.0).detach()
         return (mixing.unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
     if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere
@@ -55,10 +52,7 @@ def attention(
         sample, row = (torch.arange(n, device=query.device) for n in query.shape[:2])
         rows = sample[:, None], first.to(query.device).view(-1, 1) + row
         query = query.new_zeros(*key.shape[:2], *query.shape[2:]).index_put(rows, query)
-        out, lse = attention(
-            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed,
-            key_padding_mask=key_padding_mask, sinks=sinks, dtype=None,
-        )  # fmt: skip
+        out, lse = attention(query, key, value, pattern, dropout_p=dropout_p, seed=seed, sinks=sinks, **given)
         return out[rows], lse[rows]
     samples, tokens, heads, dim = query.shape
     group = heads // key.shape[2]
@@ -111,23 +105,19 @@ def key_counts(
     zeros = like.new_zeros(len(ends), heads, tokens, 1)
     counts: list[Tensor] = []
     for branch in pattern.branches_for(heads // group):
-        shown = [
-            branch.sees(h, position[:, None], position).expand(tokens, tokens) & (h in branch.members)
-            for h in head.tolist()
-        ]
-        count = torch.stack(shown) & visible
-        if pattern.counts == "once":
-            for other in counts:
-                count = count & ~other
+        shows = [branch.sees(h, position[:, None], position) & (h in branch.members) for h in head.tolist()]
+        shown = torch.stack([x.expand(tokens, tokens) for x in shows])
+        count = shown & visible
+        for other in counts if pattern.counts == "once" else ():
+            count = count & ~other
         counts.append(count)
         if isinstance(branch, Dilated) and pattern.adds_zeros and not is_causal:
             width, rate = branch.length, branch.rate
-            takes_part = torch.stack(shown).diagonal(dim1=1, dim2=2)
             # of each row's segment, up to where its sample ends
-            real = torch.stack(shown) & (after == after[:, None]) & (position < ends.unsqueeze(-1)).unsqueeze(1)
+            real = shown & (after == after[:, None]) & (position < ends.unsqueeze(-1)).unsqueeze(1)
             filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - real.sum(-1)
-            begun = (position // width * width < ends)[:, None]
-            zeros += torch.where(takes_part & begun, filled, 0).unsqueeze(-1).to(zeros.dtype)
+            takes_part = shown.diagonal(dim1=1, dim2=2) & (position // width * width < ends)[:, None]
+            zeros += (takes_part * filled).unsqueeze(-1)
     return torch.stack(counts).to(like.dtype), zeros
 
 

@@ -45,18 +45,15 @@ if TYPE_CHECKING:
     from dilated_attention.bench.suites import Kept
 
 OPTIONS = (
-    option("--suite", action="append", metavar="NAME",
-           help="Suites, see above; comma-separated or one per option.  [default: quick]"),
+    option("--suite", "NAME", "Suites, see above; comma-separated or one per option.  [default: quick]",
+           action="append"),
     options.DEVICE,
-    option("--dtype", metavar="DTYPE,...",
-           help="Comma-separated dtypes; suites that need only one take the first.  [default: "
+    option("--dtype", "DTYPE,...", "Comma-separated dtypes; suites that need only one take the first.  [default: "
            "float32,bfloat16,float16 on a CPU; bfloat16,float16,float32 on CUDA]"),
-    option("--out", type=Path, default=Path("report"), metavar="FOLDER",
-           help="The folder for results.json and the report."),
-    option("--seconds", type=options.seconds, metavar="S",
-           help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"),
-    option("--commit", metavar="ID", help="The commit to record if this copy has no .git."),
-    options.JSON,
+    option("--out", "FOLDER", "The folder for results.json and the report.", Path, Path("report")),
+    option("--seconds", "S", "Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]",
+           options.seconds),
+    option("--commit", "ID", "The commit to record if this copy has no .git."), options.JSON,
 )  # fmt: skip
 
 

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from dilated_attention.bench.regress import Change, Regression
 
 OPTIONS = (
-    option("before", type=Path, metavar="BEFORE", help=RESULTS),
-    option("after", type=Path, metavar="AFTER", help=RESULTS),
-    option("--threshold", type=float, default=1.05, metavar="RATIO", help="The least ratio that counts as a change."),
-    options.JSON,
-)
+    option("before", "BEFORE", RESULTS, Path), option("after", "AFTER", RESULTS, Path),
+    option("--threshold", "RATIO", "The least ratio that counts as a change.", float, 1.05), options.JSON,
+)  # fmt: skip
 
 
 def run(given: Namespace) -> int:

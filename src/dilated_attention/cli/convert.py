@@ -22,11 +22,10 @@ from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 
 OPTIONS = (
-    option("source", type=Path, metavar="SOURCE", help="The released slide_encoder.pth; or a language model."),
-    option("target", type=Path, metavar="TARGET",
-           help="A new file that ends in .safetensors, or in .pt for a checkpoint of examples/train_lm.py; or a new "
-           "folder for a Hugging Face decoder."),
-    option("--pattern", type=Path, metavar="FILE", help="What `fit` wrote: one pattern, or a list of one per layer."),
+    option("source", "SOURCE", "The released slide_encoder.pth; or a language model.", Path),
+    option("target", "TARGET", "A new file that ends in .safetensors, or in .pt for a checkpoint of "
+           "examples/train_lm.py; or a new folder for a Hugging Face decoder.", Path),
+    option("--pattern", "FILE", "What `fit` wrote: one pattern, or a list of one per layer.", Path),
 )  # fmt: skip
 
 

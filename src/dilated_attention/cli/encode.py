@@ -28,37 +28,30 @@ if TYPE_CHECKING:
     from dilated_attention.slides.encode import Job
 
 OPTIONS = (
-    option("features", nargs="+", type=Path, metavar="FILE", help="Feature files (.h5), or folders with such files."),
-    option("--weights", required=True, metavar="WEIGHTS",
-           help="A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded."),
-    option("--pool", required=True, choices=("mean", "cls"), metavar="POOL",
-           help="mean (of the tiles' outputs) or cls (the output of the class token)."),
-    option("--out", type=Path, default=Path("embeddings"), metavar="FOLDER",
-           help="The folder for a .h5 file per slide."),
-    option("--table", type=Path, metavar="FILE",
-           help="The .csv file for all embeddings.  [default: embeddings.csv in --out]"),
-    option("--layer", type=options.index, metavar="N",
-           help="Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
-           "  [default: after all layers and the LayerNorm]"),
-    option("--dtype", choices=("float32", "bfloat16"), metavar="DTYPE",
-           help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]"),
+    option("features", "FILE", "Feature files (.h5), or folders with such files.", Path, nargs="+"),
+    option("--weights", "WEIGHTS", "A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded.",
+           required=True),
+    option("--pool", "POOL", "mean (of the tiles' outputs) or cls (the output of the class token).", required=True,
+           choices=("mean", "cls")),
+    option("--out", "FOLDER", "The folder for a .h5 file per slide.", Path, Path("embeddings")),
+    option("--table", "FILE", "The .csv file for all embeddings.  [default: embeddings.csv in --out]", Path),
+    option("--layer", "N", "Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
+           "  [default: after all layers and the LayerNorm]", options.index),
+    option("--dtype", "DTYPE", "float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]",
+           choices=("float32", "bfloat16")),
     options.DEVICE,
-    option("--memory", type=options.size, metavar="SIZE",
-           help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
-           "memory; 4GiB on a CPU]"),
-    option("--tile-size", type=count, metavar="PIXELS",
-           help="The side of a tile, for files that do not say.  [default: 256]"),
+    option("--memory", "SIZE", "About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the "
+           "GPU's free memory; 4GiB on a CPU]", options.size),
+    option("--tile-size", "PIXELS", "The side of a tile, for files that do not say.  [default: 256]", count),
     flag("--attention", "Also write attention maps: into the .h5, and as .png and .html."),
-    option("--thumbnails", type=Path, metavar="FOLDER",
-           help="Only with --attention. A folder with a picture of each slide, named as its .h5 file "
-           "(slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
-           "level0_width and level0_height."),
-    option("--heads", dest="num_heads", type=count, default=16, metavar="H",
-           help="The number of heads that the weights have."),
-    option("--max-wsi-size", type=count, default=262144, metavar="PIXELS",
-           help="The longest side of a slide, as set when the weights were trained. It sets the segment lengths."),
-    option("--slide-ngrids", type=count, default=1000, metavar="CELLS",
-           help="Positions along each side of the position grid, as set when the weights were trained."),
+    option("--thumbnails", "FOLDER", "Only with --attention. A folder with a picture of each slide, named as its .h5 "
+           "file (slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
+           "level0_width and level0_height.", Path),
+    option("--heads", "H", "The number of heads that the weights have.", count, 16, dest="num_heads"),
+    option("--max-wsi-size", "PIXELS", "The longest side of a slide, as set when the weights were trained. It sets the "
+           "segment lengths.", count, 262144),
+    option("--slide-ngrids", "CELLS", "Positions along each side of the position grid, as set when the weights were "
+           "trained.", count, 1000),
 )  # fmt: skip
 
 

@@ -33,12 +33,11 @@ def share(text: str) -> float:
 
 OPTIONS = (
     *options.MODEL,
-    option("--budget", type=share, required=True, metavar="SHARE",
-           help="The most pairs, as a share of dense attention's in rows of -n tokens, such as 1/8."),
-    option("--by", choices=("output", "mass"), default="output", metavar="WHAT",
-           help="What is to be kept: output (of the heads), or mass (the share of dense attention's weight)."),
-    option("-o", "--output", type=Path, default=Path("pattern.json"), metavar="FILE",
-           help="The .json file for the patterns, one per layer."),
+    option("--budget", "SHARE", "The most pairs, as a share of dense attention's in rows of -n tokens, such as 1/8.",
+           share, required=True),
+    option("--by", "WHAT", "What is to be kept: output (of the heads), or mass (the share of dense attention's "
+           "weight).", default="output", choices=("output", "mass")),
+    option("-o --output", "FILE", "The .json file for the patterns, one per layer.", Path, Path("pattern.json")),
 )  # fmt: skip
 
 

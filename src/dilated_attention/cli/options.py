@@ -104,18 +104,17 @@ def latency(text: str) -> float:
     return _read(text, MICROSECONDS, "([muµμ])?s", "a time with its unit, such as 10us or 0.2ms", 0) / 10**6
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
+Option = tuple[list[str], dict[str, Any]]  # what `add_argument` takes
 
 
-def option(*names: str, **how: Any) -> Option:
-    """An option or, by a name without dashes, an argument. Help says its default."""
-    if how.get("default"):
-        how["help"] += "  [default: %(default)s]"
-    return names, how
+def option(names: str, metavar: str | None, text: str, read: Any = None, default: Any = None, **more: Any) -> Option:
+    """An option or, by a name without dashes, an argument. Help says its default; ``read`` is its type."""
+    text += "  [default: %(default)s]" if default else ""
+    return names.split(), {"metavar": metavar, "help": text, "type": read, "default": default, **more}
 
 
 def flag(name: str, text: str) -> Option:
-    return option(name, action="store_true", help=text)
+    return [name], {"action": "store_true", "help": text}
 
 
 def defaults(given: Namespace) -> dict[str, Any]:
@@ -180,48 +179,47 @@ def branches(text: str) -> Pattern:
 
 
 SUGGESTION = option(
-    "suggestion", nargs="?", metavar="SUGGESTION",
-    help="A file that `suggest --json` wrote, or - for a pipe from it. Options replace what it says.",
+    "suggestion", "SUGGESTION",
+    "A file that `suggest --json` wrote, or - for a pipe from it. Options replace what it says.", nargs="?",
 )  # fmt: skip
 JSON = flag("--json", "Print JSON, for programs.")
-TOKENS = option("-n", "--tokens", type=count, metavar="N", help=f"The length of the sequence, written as {COUNTING}.")
+TOKENS = option("-n --tokens", "N", f"The length of the sequence, written as {COUNTING}.", count)
 PATTERN = (
-    option("-w", "--segment-lengths", type=counts, metavar="W,W,...", help="The segment lengths, written as for -n."),
-    option("-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one for each length."),
-    option("--pattern", type=branches, metavar="BRANCHES",
-           help='Instead of -w, -r and --rule any branches, as in Python: "Window(1023), Prefix(4), Strided(64)", or '
-           "\"Pattern([...], counts='sum')\"."),
+    option("-w --segment-lengths", "W,W,...", "The segment lengths, written as for -n.", counts),
+    option("-r --dilation-rates", "R,R,...", "The dilation rates, one for each length.", counts),
+    option("--pattern", "BRANCHES",
+           'Instead of -w, -r and --rule any branches, as in Python: "Window(1023), Prefix(4), Strided(64)", or '
+           "\"Pattern([...], counts='sum')\".", branches),
 )  # fmt: skip
 RULE = option(
-    "--rule", default="longnet", metavar="RULE",
-    help="How heads share the branches, the pairs of a segment length and a rate: longnet (as in the paper), "
-    "torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
+    "--rule", "RULE", "How heads share the branches, the pairs of a segment length and a rate: longnet (as in the "
+    "paper), torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
+    default="longnet",
 )  # fmt: skip
 SHAPE = (
-    option("--heads", type=heads, default=8, metavar="H", help="The number of query heads."),
-    option("--kv-heads", type=heads, metavar="H", help="The number of key/value heads; --heads by default."),
+    option("--heads", "H", "The number of query heads.", heads, 8),
+    option("--kv-heads", "H", "The number of key/value heads; --heads by default.", heads),
     flag("--causal", "No query sees later tokens."),
 )
 CALL = (
-    option("--head-dim", type=count, default=64, metavar="D", help="The channels of one head."),
-    option("--batch", type=count, default=1, metavar="B", help="The number of sequences at a time."),
-    option("--dtype", default="bfloat16", metavar="DTYPE", help=f"The dtype: {', '.join(DTYPES)}."),
-    option("--ranks", type=count, default=1, metavar="P", help="The number of devices that share the sequence."),
-    option("--memory", type=size, metavar="SIZE",
-           help="The memory that one attention call may take on one device, without weights and other layers: "
-           "20GB (1000³) or 24GiB (1024³)."),
+    option("--head-dim", "D", "The channels of one head.", count, 64),
+    option("--batch", "B", "The number of sequences at a time.", count, 1),
+    option("--dtype", "DTYPE", f"The dtype: {', '.join(DTYPES)}.", default="bfloat16"),
+    option("--ranks", "P", "The number of devices that share the sequence.", count, 1),
+    option("--memory", "SIZE", "The memory that one attention call may take on one device, without weights and other "
+           "layers: 20GB (1000³) or 24GiB (1024³).", size),
 )  # fmt: skip
-DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
+DEVICE = option("--device", "DEVICE", "cpu, cuda or cuda:1. By default cuda, if there is any.", default="")
 
 MODEL = (  # a language model and text for it
-    option("checkpoint", type=Path, metavar="CHECKPOINT",
-           help="What examples/train_lm.py wrote, a file or its folder; or a folder of a Hugging Face decoder."),
-    option("--data", nargs="+", required=True, type=Path, metavar="FILE",
-           help="Text files, or folders, whose .txt, .md and .py files are read."),
-    option("-n", "--tokens", type=count, default=2048, metavar="N", help="The tokens of a row."),
-    option("--rows", type=count, default=8, metavar="B", help="At most so many rows, from all over the text."),
-    option("--tokenizer", metavar="NAME", help="The model's: a name or a folder.  [default: in its folder, or bytes]"),
-    option("--chart", type=Path, metavar="FILE", help="Also draw an .svg file."), DEVICE, JSON,
+    option("checkpoint", "CHECKPOINT",
+           "What examples/train_lm.py wrote, a file or its folder; or a folder of a Hugging Face decoder.", Path),
+    option("--data", "FILE", "Text files, or folders, whose .txt, .md and .py files are read.", Path, nargs="+",
+           required=True),
+    option("-n --tokens", "N", "The tokens of a row.", count, 2048),
+    option("--rows", "B", "At most so many rows, from all over the text.", count, 8),
+    option("--tokenizer", "NAME", "The model's: a name or a folder.  [default: in its folder, or bytes]"),
+    option("--chart", "FILE", "Also draw an .svg file.", Path), DEVICE, JSON,
 )  # fmt: skip
 
 

@@ -20,12 +20,11 @@ from dilated_attention.units import bytes_text
 
 OPTIONS = (
     options.SUGGESTION, options.TOKENS, *options.PATTERN, options.RULE, *options.SHAPE, *options.CALL,
-    option("--latency", type=options.latency, default="10us", metavar="TIME",
-           help="The latency of one hop between ranks, such as 10us or 0.2ms."),
-    option("--bandwidth", type=options.bandwidth, default="50GB/s", metavar="RATE",
-           help="The bandwidth into one rank: 50GB/s (bytes) or 400Gbit/s."),
-    option("--flops-per-second", type=options.speed, default="400T", metavar="SPEED",
-           help="The speed of one device, such as 400T or 4e14."),
+    option("--latency", "TIME", "The latency of one hop between ranks, such as 10us or 0.2ms.", options.latency,
+           "10us"),
+    option("--bandwidth", "RATE", "The bandwidth into one rank: 50GB/s (bytes) or 400Gbit/s.", options.bandwidth,
+           "50GB/s"),
+    option("--flops-per-second", "SPEED", "The speed of one device, such as 400T or 4e14.", options.speed, "400T"),
     options.JSON,
 )  # fmt: skip
 

@@ -18,8 +18,8 @@ from dilated_attention.cli.options import flag, option
 
 RESULTS = "A results.json, or a folder that holds one."
 OPTIONS = (
-    option("results", type=Path, metavar="RESULTS", help=RESULTS),
-    option("--out", type=Path, metavar="FOLDER", help="The folder to write into; by default, that of the results."),
+    option("results", "RESULTS", RESULTS, Path),
+    option("--out", "FOLDER", "The folder to write into; by default, that of the results.", Path),
     flag("--conclude", "Draw the conclusions again, and write them to results.json."),
 )
 

@@ -16,15 +16,14 @@ from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 
 OPTIONS = (
-    option("checkpoint", type=Path, metavar="CHECKPOINT", help="The --out of a training, or one file step-….pt in it."),
-    option("--prompt", metavar="TEXT", help="The beginning of the text.  [default: none, it begins anew]"),
-    option("--max-new-tokens", type=options.count, default=200, metavar="N", help="How many tokens follow at most."),
-    option("--temperature", type=options.temperature, default=0.8, metavar="T",
-           help="0 takes the likeliest token; a larger number draws more freely."),
-    option("--seed", type=options.index, default=0, metavar="N", help="Another number draws another text."),
-    option("--tokenizer", metavar="NAME", help="The one of the training, if it had one: a name or a folder."),
-    options.DEVICE,
-    options.JSON,
+    option("checkpoint", "CHECKPOINT", "The --out of a training, or one file step-….pt in it.", Path),
+    option("--prompt", "TEXT", "The beginning of the text.  [default: none, it begins anew]"),
+    option("--max-new-tokens", "N", "How many tokens follow at most.", options.count, 200),
+    option("--temperature", "T", "0 takes the likeliest token; a larger number draws more freely.",
+           options.temperature, 0.8),
+    option("--seed", "N", "Another number draws another text.", options.index, 0),
+    option("--tokenizer", "NAME", "The one of the training, if it had one: a name or a folder."),
+    options.DEVICE, options.JSON,
 )  # fmt: skip
 
 

@@ -16,17 +16,15 @@ from dilated_attention.cli.options import option
 
 OPTIONS = (
     options.SUGGESTION, options.TOKENS, *options.PATTERN, options.RULE, *options.SHAPE,
-    option("--head", type=options.index, metavar="H", help="Draw only this head, counted from 0."),
-    option("--query", type=options.index, metavar="N",
-           help="Mark this token (the first is 0), and list the keys that it sees."),
-    option("--window", type=options.span, metavar="FROM:TO", help="Draw only these tokens, for example 0:512."),
-    option("--colour", "--color", default="share", metavar="WHAT",
-           help="Only with -o. What colours show: share, how many of a cell's (query, key) pairs are computed; or "
-           "branch, which branch computes most of them."),
+    option("--head", "H", "Draw only this head, counted from 0.", options.index),
+    option("--query", "N", "Mark this token (the first is 0), and list the keys that it sees.", options.index),
+    option("--window", "FROM:TO", "Draw only these tokens, for example 0:512.", options.span),
+    option("--colour --color", "WHAT", "Only with -o. What colours show: share, how many of a cell's (query, key) "
+           "pairs are computed; or branch, which branch computes most of them.", default="share"),
     # not `ranks`: a suggestion has those of a call
-    option("--ranks", dest="borders", type=options.count, metavar="P",
-           help="Only with -o. Draw where the sequence is cut for P devices."),
-    option("-o", "--output", type=Path, metavar="FILE", help="Write an .html, .svg or .png file instead of text."),
+    option("--ranks", "P", "Only with -o. Draw where the sequence is cut for P devices.", options.count,
+           dest="borders"),
+    option("-o --output", "FILE", "Write an .html, .svg or .png file instead of text.", Path),
 )  # fmt: skip
 
 

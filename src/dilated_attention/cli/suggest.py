@@ -17,11 +17,11 @@ from dilated_attention.cli import options
 from dilated_attention.cli.options import option, written
 
 OPTIONS = (
-    option("length", nargs="?", metavar="N", help="The same as -n."),
+    option("length", "N", "The same as -n.", nargs="?"),
     options.TOKENS,
-    option("--rule", default="longnet", metavar="RULE",
-           help="longnet, torchscale or head_groups: segments and rates, see `plan --help`; or union: near tokens, far "
-           "ones sparsely, and first ones that all see (--causal: of a language model; else of an encoder)."),
+    option("--rule", "RULE", "longnet, torchscale or head_groups: segments and rates, see `plan --help`; or union: "
+           "near tokens, far ones sparsely, and first ones that all see (--causal: of a language model; else of an "
+           "encoder).", default="longnet"),
     *options.SHAPE, *options.CALL, options.JSON,
 )  # fmt: skip
 
