@@ -82,7 +82,9 @@ def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> N
                 seen[key].add(rank)
                 rows = {x: tokens_of(view, index, shards.starts[x]) for x, view in bundle.members.items()}
                 assert rows == shared[key]
-                assert tokens_of(bundle.block.queries, index, 0) == [token for x in rows for token in rows[x]]
+                assert tokens_of(bundle.block.queries, index, bundle.block.origin) == [
+                    token for x in rows for token in rows[x]
+                ]
     assert {key: {*ranks} for key, ranks in shared.items()} == seen
     dealt: dict[tuple[int, int, tuple[int, ...]], Counter[int]] = {}
     for bundle in every.values():

@@ -78,7 +78,8 @@ class FakeTransport:
     def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> FakePending:
         sends = {peer: message for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in receives.items() if count}
-        self.log.append((name, {peer: message.numel() for peer, message in sends.items()}, receives))
+        if sends or receives:
+            self.log.append((name, {peer: message.numel() for peer, message in sends.items()}, receives))
         self.stats.hops += bool(sends or receives)
         self.stats.bytes_sent += sum(message.numel() for message in sends.values())
         self.stats.bytes_received += sum(receives.values())

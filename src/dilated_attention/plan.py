@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -56,12 +56,12 @@ def plan(
     every = set(range(call.kv_heads))
     bare, left = every if apart else set(), every  # left: no row of them was written
     for index in call.pattern.order(call.drops):
-        branch, heads = call.branches[index], {head for head, _ in call.placed(index)}
+        branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
         rate = branch.rate if isinstance(branch, Dilated) and not call.is_decode else 0  # 0: it never writes first
         if rate != 1:  # else it writes every row: nothing needs filling
-            bare = bare | (heads & left)
-        blocks += _blocks(call, index, fold, left if rate else set(), computed_remotely)
-        left = left - heads
+            bare = bare | left.intersection(heads)
+        blocks += blocks_of(call, index, heads, fold, left if rate else set(), computed_remotely)
+        left = left.difference(heads)
     bare = bare | left
     merges = keys_follow or apart or not all(block.is_first for block in blocks)
     return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
@@ -147,12 +147,15 @@ class Place(NamedTuple):
         return queries[1:], keys[1:], *rest, self.zeros, self.but
 
 
-def _blocks(call: Call, index: int, fold: bool, fresh: set[int], elsewhere: SegmentHeads) -> Iterator[Block]:
+def blocks_of(
+    call: Call, index: int, heads: Iterable[int], fold: bool = False, fresh: Collection[int] = (),
+    elsewhere: SegmentHeads = frozenset(),
+) -> Iterator[Block]:  # fmt: skip
     """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one. ``fresh``: heads of
     which no row was written."""
     found: dict[Hashable, dict[int, Place]] = {}
     listed: dict[int, dict[int, Place]] = {}
-    for head, _ in call.placed(index):
+    for head in heads:
         alike = call.looks(head)
         if alike not in found:
             found[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))

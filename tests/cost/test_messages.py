@@ -94,8 +94,8 @@ def enumerated(case: Case, rank: int, exchange: str) -> list[int]:
     else:
         steps = [
             (
-                rows(view for views in step.readers.values() for view in views),
-                rows(part.rows for parts in step.owners.values() for part in parts),
+                rows(view for views in step.sends.values() for view in views),
+                rows(view for views in step.receives.values() for view in views),
             )
             for step in steps_of(call, shards, exchange == "ring", rank)
         ]

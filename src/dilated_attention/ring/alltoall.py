@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
-from dilated_attention.blocks import Block, View, head_runs
+from dilated_attention.blocks import Block, View
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped, rows_at
 from dilated_attention.call import Call
-from dilated_attention.distributed.group import Pending
-from dilated_attention.merge import add_zero_keys_, merge_
-from dilated_attention.pattern import Pattern, zeros_beside
-from dilated_attention.ring.messages import Fields, pack, rows_of, sizes_of, unpack
-from dilated_attention.ring.parallel import ParallelCall, own_tensors
+from dilated_attention.merge import merge_
+from dilated_attention.pattern import Pattern
+from dilated_attention.plan import blocks_of
+from dilated_attention.ring.messages import Fields, Part, pack, rows_of, sizes_of, unpack
+from dilated_attention.ring.parallel import ParallelCall, Step, own_tensors
 from dilated_attention.ring.shards import Shards
 
 
@@ -55,8 +55,8 @@ def bundles_of(call: Call, shards: Shards, rank: int) -> tuple[Bundle, ...]:
     for index, branch in enumerate(call.branches):
         assert isinstance(branch, Dilated)
         tokens = (first, stop - 1) if first < stop else ()  # segments of other tokens lie inside of the shard
-        for start in sorted({segment_at(shards, token, branch.length)[0] for token in tokens}):
-            found += [bundle for bundle in bundles_at(call, shards, index, start) if rank in bundle.members]
+        for segment in sorted({segment_at(shards, token, branch.length) for token in tokens}):
+            found += [bundle for bundle in bundles_at(call, shards, index, *segment) if rank in bundle.members]
     return tuple(found)
 
 
@@ -68,34 +68,29 @@ def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def bundles_at(call: Call, shards: Shards, index: int, token: int) -> list[Bundle]:
+def bundles_at(call: Call, shards: Shards, index: int, start: int, stop: int) -> list[Bundle]:
     """The heads of a branch's segment that several ranks have rows of, shared evenly by these ranks."""
-    branch = call.branches[index]
+    branch, size, offsets, found = call.branches[index], stop - start, dict(call.placed(index)), list[Bundle]()
     assert isinstance(branch, Dilated)
-    start, stop = segment_at(shards, token, branch.length)
-    offsets, found, ranks = dict(call.placed(index)), list[Bundle](), shards.holders(start, stop)
+    call = call._replace(start=start, queries=size, key_start=start, keys=size, cu_seqlens=shards.cu_seqlens)
     held: dict[int, dict[int, int]] = {}  # by offset: how many rows each rank has, if it has some
     for offset in {*offsets.values()}:
-        rows = rows_at(start + offset, branch.rate, start + offset, stop)
+        rows, ranks = rows_at(start + offset, branch.rate, start + offset, stop), shards.holders(start, stop)
         held[offset] = {rank: number for rank in ranks if (number := rows.inside(*shards.of_rank(rank)).length)}
     for members, heads in grouped(offsets, lambda head: tuple(held[offsets[head]])).items():
         for place, target in enumerate(members if len(members) > 1 else ()):
             turn = (place - index) % len(members)  # where heads are few, others in each branch
             some = [heads[at] for at in share(len(heads), len(members), turn)]
-            placed = [(head, start + offsets[head]) for head in some]
-            counts = {head: tuple(held[offsets[head]].values()) for head in some}
-            for run in head_runs(placed, counts.__getitem__, call.q_per_kv):
-                (head, first), count = run.first, counts[run.first[0]]
-                whole = View(0, call.samples, first, 1, 0, sum(count), branch.rate, head, run.heads, *run.steps)
-                befores = itertools.accumulate(count, initial=0)
-                views = {
-                    rank: whole._replace(token=first + before * branch.rate, rows=here, start=shards.starts[rank])
-                    for rank, before, here in zip(members, befores, count, strict=False)
-                }
-                begin, end = shards.sequence(token)
-                zeros = zeros_beside(branch, whole.rows, end - begin) if call.adds_zeros else 0
-                high = 0 if call.is_causal else None
-                found.append(Bundle(Block(index, whole, whole, None, high, start, zeros), views, target))
+            for counts, alike in grouped(some, lambda head: tuple(held[offsets[head]].values())).items():
+                befores = [*itertools.accumulate(counts, initial=0)]
+                for block in blocks_of(call, index, alike):
+                    views = {
+                        rank: block.queries._replace(
+                            token=block.queries.token + before * branch.rate, rows=count, start=shards.starts[rank]
+                        )
+                        for rank, before, count in zip(members, befores, counts, strict=False)
+                    }
+                    found.append(Bundle(block, views, target))
     return found
 
 
@@ -104,67 +99,48 @@ def share(items: int, parts: int, index: int) -> range:
     return range(items * index // parts, items * (index + 1) // parts)
 
 
-Peers = dict[int, list[View]]  # rows by the other rank
-
-
-def peers_of(bundles: Sequence[Bundle], rank: int) -> tuple[Peers, Peers]:
-    """The rows of a rank that others compute, by who does; and those of others that it computes."""
-    there: Peers = {}
-    here: Peers = {}
-    for bundle in bundles:
-        for member, rows in bundle.members.items():
-            if member == rank != bundle.target:
-                there.setdefault(bundle.target, []).append(rows)
-            elif member != rank == bundle.target:
-                here.setdefault(member, []).append(rows)
-    return there, here
-
-
 class AllToAll(ParallelCall):
     """Queries, keys and values go to the ranks that compute with them, and results come back."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        call = self.call._replace(start=0, queries=0, key_start=0, keys=0)
-        self.bundles = bundles_of(call, self.shards, self.rank) if call.samples else ()
+        self.bundles = bundles_of(self.call, self.shards, self.rank) if self.call.samples else ()
         self.computed_remotely = frozenset(
             (bundle.block.branch, bundle.block.origin, head) for bundle in self.bundles for head in bundle.heads
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
-        self.rows_there, self.rows_here = peers_of(self.bundles, self.rank)
+        there = ((bundle.target, bundle.members[self.rank]) for bundle in self.bundles)
+        here = (member for bundle in self.mine for member in bundle.members.items())
+        self.steps = (Step(self.of_others(there), self.of_others(here), {}),)
 
     def forward(self, work: Work) -> Pair:
         fields, own = self.fields.inputs, own_tensors(work)
-        pending = self.send("forward", fields, own)
+        arriving = self.arriving("forward", fields, own)
+        next(arriving)
         out, lse = work.forward()
         results = []
-        for bundle, tensors in self.wholes(pending, fields, own):
+        for bundle, tensors in self.wholes(arriving, fields, own):
             results.append(self.compute(work, bundle, Inputs(*tensors)))
-            self.kept += tensors if self.keeps else []
+            self.kept += [tensors] if self.keeps else []
         for bundle, (part_lse, part) in self.back("forward", self.fields.results, results):
-            rows = bundle.members[self.rank]
-            log_zeros = work.log_zero_keys(bundle.block)
-            if log_zeros is not None:
-                part, part_lse = part.to(part_lse.dtype, copy=True), part_lse.clone()
-                add_zero_keys_(part, part_lse, log_zeros)
-            merge_(rows.of(out, self.q_per_kv), rows.of(lse, self.q_per_kv), part, part_lse)
+            here, here_lse = (bundle.members[self.rank].of(x, self.q_per_kv) for x in (out, lse))
+            merge_(here, here_lse, part.to(here.dtype), part_lse, work.log_zero_keys(bundle.block))
         return out, lse
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
         """q, k and v of the segments computed here were kept, or travel again."""
-        tensors, fields = [results.lse, results.dout, results.out], self.fields.rows
-        if results.dlse is not None:  # a column more
-            tensors, fields = [results.dlse, *tensors], (fields[0], *fields)
-        of_rows, kept = len(tensors), iter(self.kept)
-        self.kept = []
+        tensors = [x for x in (results.dlse, results.lse, results.dout, results.out) if x is not None]
+        of_rows, fields = len(tensors), self.fields.rows[-len(tensors) :]
+        kept, self.kept = iter(self.kept), []
         if not self.keeps:
             tensors, fields = [*tensors, *own_tensors(work)], (*fields, *self.fields.inputs)
-        pending = self.send("backward", fields, tensors)
+        arriving = self.arriving("backward", fields, tensors)
+        next(arriving)
         grads = work.backward(results)
         computed = []
-        for bundle, whole in self.wholes(pending, fields, tensors):
+        for bundle, whole in self.wholes(arriving, fields, tensors):
             *dlse, lse, dout, out = whole[:of_rows]
-            sources = Inputs(*(whole[of_rows:] or [next(kept) for _ in self.fields.inputs]))
+            sources = Inputs(*(whole[of_rows:] or next(kept)))
             if self.keeps and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
             computed.append(self.compute(work, bundle, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
@@ -173,59 +149,52 @@ class AllToAll(ParallelCall):
                 bundle.members[self.rank].of(grad, group).add_(x)
         return grads
 
+    def of_others(self, rows: Iterable[tuple[int, View]]) -> dict[int, tuple[View, ...]]:
+        by_rank = grouped(rows, lambda pair: pair[0])
+        return {rank: tuple(view for _, view in some) for rank, some in by_rank.items() if rank != self.rank}
+
+    def wholes(
+        self, arriving: Iterator[dict[int, list[Part]]], fields: Fields, tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
+        """Each segment that is computed here: for each field (B, L, heads of the bundle, ...)."""
+        (came,) = arriving
+        others = {member: iter(parts) for member, parts in came.items()}
+        for bundle in self.mine:
+            pieces = [
+                rows_of(tensors, view, fields) if member == self.rank else next(others[member])
+                for member, view in bundle.members.items()
+            ]
+            yield bundle, [torch.cat(some, 1) for some in zip(*pieces, strict=True)]
+
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
         whole, found = bundle.block.queries, list[Tensor]()
         for block, parts in work.each([bundle.block], sources, results, (whole, whole)):
             groups = [part.shape[2] // block.heads for part in parts]
-            if not found:
-                sizes = [(*sources.q.shape[:2], whole.heads * group) for group in groups]
-                found = [part.new_empty(*size, *part.shape[3:]) for part, size in zip(parts, sizes, strict=True)]
+            found = found or [
+                part.new_empty(*sources.q.shape[:2], whole.heads * group, *part.shape[3:])
+                for part, group in zip(parts, groups, strict=True)
+            ]
             for x, part, group in zip(found, parts, groups, strict=True):
                 block.queries.within(whole).of(x, group).copy_(part)
         return found if results is not None else [found[1], found[0]]
 
-    # --- rows to whoever computes them, and results back ------------------------------------------------------------
-
-    def send(self, direction: str, fields: Fields, tensors: Sequence[Tensor]) -> Pending | None:
-        """This rank's rows are on their way."""
-        sends = {
-            target: pack([rows_of(tensors, rows, fields) for rows in some], some, fields)
-            for target, some in self.rows_there.items()
-        }
-        return self.post(f"hop 1 of the {direction} alltoall", sends, sizes_of(self.rows_here, fields))
-
-    def wholes(
-        self, pending: Pending | None, fields: Fields, tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
-        """Each segment that is computed here: for each field (B, L, heads of the bundle, ...)."""
-        came = self.came(pending, self.rows_here, fields)
-        for bundle in self.mine:
-            pieces = [
-                rows_of(tensors, view, fields) if member == self.rank else next(came[member])
-                for member, view in bundle.members.items()
-            ]
-            yield bundle, [torch.cat(some, 1) for some in zip(*pieces, strict=True)]
-
     def back(
         self, direction: str, fields: Fields, results: Sequence[Sequence[Tensor]]
-    ) -> Iterator[tuple[Bundle, Sequence[Tensor]]]:
+    ) -> Iterator[tuple[Bundle, Part]]:
         """Results (B, L, heads, ...) of the segments computed here go to their rows; then those of this rank's rows."""
-        sends: dict[int, list[Sequence[Tensor]]] = {member: [] for member in [*self.rows_here, self.rank]}
+        ((there, here, _),) = self.steps
+        sends: dict[int, list[Part]] = {member: [] for member in [*here, self.rank]}
         for bundle, tensors in zip(self.mine, results, strict=True):
             counts = [view.rows for view in bundle.members.values()]
             pieces = (torch.split(x, counts, 1) for x in tensors)
             for member, parts in zip(bundle.members, zip(*pieces, strict=True), strict=True):
                 sends[member].append(parts)
-        here = iter(sends.pop(self.rank))
-        messages = {member: pack(parts, self.rows_here[member], fields) for member, parts in sends.items()}
-        pending = self.post(f"hop 2 of the {direction} alltoall", messages, sizes_of(self.rows_there, fields))
-        came = self.came(pending, self.rows_there, fields)
-        for bundle in self.bundles:
-            yield bundle, next(here if bundle.target == self.rank else came[bundle.target])
-
-    def came(self, pending: Pending | None, peers: Peers, fields: Fields) -> dict[int, Iterator[Sequence[Tensor]]]:
-        """The parts from each rank, in order."""
-        messages = {} if pending is None else pending.wait()
+        came = {self.rank: iter(sends.pop(self.rank))}
+        packed = {member: pack(parts, here[member], fields) for member, parts in sends.items()}
+        hop = f"hop 2 of the {direction} alltoall"
+        messages = self.transport.post(hop, packed, sizes_of(there, fields)).wait()
+        came |= {peer: iter(unpack(messages[peer], rows, fields)) for peer, rows in there.items()}
         self.transport.release(messages)
-        return {peer: iter(unpack(messages[peer], some, fields)) for peer, some in peers.items()}
+        for bundle in self.bundles:
+            yield bundle, next(came[bundle.target])

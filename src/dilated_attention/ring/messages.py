@@ -27,11 +27,13 @@ class Field(NamedTuple):
     heads: int = 1
     sizes: Ints = ()
 
+    @property
     def bytes_per_row(self) -> int:
         return self.heads * math.prod(self.sizes) * self.dtype.itemsize
 
 
 Fields = tuple[Field, ...]
+Part = tuple[Tensor, ...]  # one tensor per field
 
 
 class Travelling(NamedTuple):
@@ -41,7 +43,7 @@ class Travelling(NamedTuple):
     sums: Fields  # in the backward pass their gradients
     inputs: Fields  # alltoall: q, k, v, padding
     results: Fields  # and back lse, out;
-    rows: Fields  # in the backward pass lse, dout, out,
+    rows: Fields  # in the backward pass dlse if there is one, lse, dout, out,
     gradients: Fields  # and back dq, dk, dv
 
     @classmethod
@@ -49,47 +51,42 @@ class Travelling(NamedTuple):
         """``q_per_kv`` query heads to a key/value head."""
         exact, dim = accumulate_dtype(dtype), (head_dim,)
         queries, keys, column = Field(dtype, q_per_kv, dim), Field(dtype, 1, dim), Field(exact, q_per_kv)
-        padding = (Field(torch.bool),) if has_padding else ()
-        sums = (Field(exact, 1, dim),) * 2
-        inputs = (queries, keys, keys, *padding)
-        return cls(
-            (keys, keys, *padding), sums, inputs, (column, queries), (column, queries, queries), (queries, keys, keys)
-        )
+        blocks = (keys, keys, Field(torch.bool)) if has_padding else (keys, keys)
+        sums, rows = (Field(exact, 1, dim),) * 2, (column, column, queries, queries)
+        return cls(blocks, sums, (queries, *blocks), (column, queries), rows, (queries, keys, keys))
 
 
 def shape_of(rows: View) -> tuple[int, int, int]:
     return rows.samples * rows.segments, rows.rows, rows.heads
 
 
+def row_bytes(fields: Fields) -> int:
+    """Of one key/value head and its query heads."""
+    return sum(field.bytes_per_row for field in fields)
+
+
 def message_bytes(parts: Iterable[View], fields: Fields) -> int:
     return sum(math.prod(shape_of(rows)) for rows in parts) * row_bytes(fields)
 
 
-def sizes_of(peers: Mapping[int, Sequence[View]], fields: Fields) -> dict[int, int]:
+def sizes_of(peers: Mapping[int, Iterable[View]], fields: Fields) -> dict[int, int]:
     """The bytes of the message from each."""
     return {peer: message_bytes(parts, fields) for peer, parts in peers.items()}
 
 
-def row_bytes(fields: Fields) -> int:
-    """Of one key/value head and its query heads."""
-    return sum(field.bytes_per_row() for field in fields)
-
-
-def unpack(message: Tensor, parts: Sequence[View], fields: Fields) -> list[tuple[Tensor, ...]]:
+def unpack(message: Tensor, parts: Sequence[View], fields: Fields) -> list[Part]:
     """Views of a message's bytes: for each part the tensors of its fields, (b, L, heads, ...)."""
-    columns, at = [], 0
-    for field in fields:
-        column = []
-        for samples, rows, heads in map(shape_of, parts):
-            count = samples * rows * heads * field.bytes_per_row()
-            size = samples, rows, heads * field.heads, *field.sizes
-            column.append(message[at : at + count].view(field.dtype).view(size))
-            at += count
-        columns.append(column)
+    shapes = [shape_of(rows) for rows in parts]
+    sizes = [math.prod(shape) * field.bytes_per_row for field in fields for shape in shapes]
+    pieces = iter(message.split_with_sizes(sizes))
+    columns = [
+        [next(pieces).view(field.dtype).view(b, rows, heads * field.heads, *field.sizes) for b, rows, heads in shapes]
+        for field in fields
+    ]
     return [*zip(*columns, strict=True)]
 
 
-def pack(tensors: Sequence[Sequence[Tensor]], parts: Sequence[View], fields: Fields) -> Tensor:
+def pack(tensors: Sequence[Part], parts: Sequence[View], fields: Fields) -> Tensor:
     """One message: for each part the tensors of its fields, which may be views with any strides."""
     message = torch.empty(message_bytes(parts, fields), dtype=torch.uint8, device=tensors[0][0].device)
     for places, some in zip(unpack(message, parts, fields), tensors, strict=True):
@@ -98,6 +95,6 @@ def pack(tensors: Sequence[Sequence[Tensor]], parts: Sequence[View], fields: Fie
     return message
 
 
-def rows_of(tensors: Sequence[Tensor], rows: View, fields: Fields) -> list[Tensor]:
+def rows_of(tensors: Sequence[Tensor], rows: View, fields: Fields) -> Part:
     """A part of (B, n, H, ...) tensors, one per field."""
-    return [rows.of(x, field.heads) for x, field in zip(tensors, fields, strict=True)]
+    return tuple(rows.of(x, field.heads) for x, field in zip(tensors, fields, strict=True))

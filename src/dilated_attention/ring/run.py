@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
@@ -274,7 +275,8 @@ class _Parallel(torch.autograd.Function):
     ) -> Pair:  # fmt: skip
         with way.transport.closed_on_error():
             out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way, choice)
-        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *way.kept)
+        kept, ctx.kept_as = tree_flatten(way.kept)
+        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *kept)
         ctx.way, ctx.checks, way.kept = way, checks, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
@@ -284,7 +286,8 @@ class _Parallel(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         way: ParallelCall = ctx.way
         with telling(functools.partial(ctx.checks.refuse, BACKWARD)):
-            q, k, v, padding, seed, out, lse, *way.kept = ctx.saved_tensors
+            q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
+            way.kept = tree_unflatten(kept, ctx.kept_as)
             check_transforms(dout, dlse)
         dlse = ctx.checks.agree_on_backward(way, dlse, lse)
         with way.transport.closed_on_error():
