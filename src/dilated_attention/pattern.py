@@ -70,11 +70,15 @@ class Pattern(Shown):
             raise TypeError(f"branches must be a list of Window(...), Dilated(...) and the like, got {branches!r}")
         if counts not in get_args(Counts):
             raise ValueError(f"counts must be 'once' or 'sum', got {counts!r}")
-        if len(listed) > MAX_BRANCHES:
-            raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {len(listed)}")
-        object.__setattr__(self, "listed", listed)
-        object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "text", json.dumps(self.to_dict(), separators=(",", ":")))
+        self._keep(len(listed), listed=listed, counts=counts)
+        self._keep(len(listed), text=json.dumps(self.to_dict(), separators=(",", ":")))
+
+    def _keep(self, number: int, **fields: object) -> None:
+        """Set these fields of a new pattern with so many branches."""
+        if number > MAX_BRANCHES:
+            raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {number}")
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a pattern does not change: make another one, with another {name}")
@@ -205,22 +209,14 @@ class DilatedPattern(Pattern):
                 f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: "
                 f"give one rate per length, got {list(lengths)} and {list(rates)}"
             )
-        if len(lengths) > MAX_BRANCHES:
-            raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {len(lengths)}")
-        object.__setattr__(self, "segment_lengths", lengths)
-        object.__setattr__(self, "dilation_rates", rates)
         # a compiler may hold symbols for the numbers, which have no text: a range needs their values
         texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
-        object.__setattr__(self, "text", " ".join((self.rule, *texts, self.mixing_gradient)))
-        object.__setattr__(self, "counts", "sum")
-        object.__setattr__(self, "listed", ())
+        text = " ".join((self.rule, *texts, self.mixing_gradient))
+        self._keep(len(rates), segment_lengths=lengths, dilation_rates=rates, text=text, counts="sum", listed=())
 
     def to_dict(self) -> dict[str, Any]:
         lists = {"segment_lengths": list(self.segment_lengths), "dilation_rates": list(self.dilation_rates)}
         return {"rule": self.rule, **lists, **({} if self.is_exact else {"mixing_gradient": self.mixing_gradient})}
-
-    def __reduce__(self) -> tuple[Any, ...]:  # by default a pickle has the fields alone, and would lose `text`
-        return type(self), (self.rule, self.segment_lengths, self.dilation_rates, self.mixing_gradient)
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention.branches import Branch, Dilated
 from dilated_attention.branches.base import grouped
-from dilated_attention.branches.union import Part, count_pairs, parts_of
+from dilated_attention.branches.union import Part, count_pairs
 from dilated_attention.checks import MAX_NUMBER, Ints, check_int
 
 Counts = Literal["once", "sum"]
@@ -76,13 +76,21 @@ class Shown:
     ) -> Iterator[Part]:
         """The pairs of a branch that count, of a key/value head and some queries of a sequence. Internal.
 
-        With each rectangle come the branches whose pairs are to be left out of it; what can be cut away is.
+        What earlier branches show is cut away where that leaves rectangles; else these branches come with the
+        rectangle, and their pairs are to be left out of it.
         """
-        branches, earlier = self.branches_for(kv_heads), []
-        if self.counts == "once":
-            order = self.order(drops)
-            earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
-        return parts_of(branches[branch], earlier, head, queries, n, is_causal)
+        branches, order = self.branches_for(kv_heads), self.order(drops) if self.counts == "once" else [branch]
+        earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
+        for rect in branches[branch].rects(head, queries, n, is_causal):
+            parts, but = [rect], []
+            # the last first: of nested segments the largest, for smaller ones show nothing of what it leaves
+            for other in () if rect.is_empty else reversed(earlier):
+                rests = [other.without(part, head, n) for part in parts]
+                if None in rests:
+                    but.append(other)
+                else:
+                    parts = [part for rest in rests for part in rest or () if not part.is_empty]
+            yield from ((part, tuple(but)) for part in parts)
 
     def keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,

@@ -57,6 +57,10 @@ class Rows(NamedTuple):
     step: int
     length: int
 
+    @staticmethod
+    def of(tokens: range) -> Rows:
+        return Rows(tokens.start, tokens.step, len(tokens))
+
     @property
     def last(self) -> int:
         return self.start + (self.length - 1) * self.step
@@ -67,29 +71,24 @@ class Rows(NamedTuple):
 
     def inside(self, first: int, stop: int) -> Rows:
         """Those in [first, stop)."""
-        before = min(self.length, max(0, -((self.start - first) // self.step)))
-        upto = min(self.length, max(0, -((self.start - stop) // self.step)))
-        return Rows(self.start + before * self.step, self.step, max(0, upto - before))
+        return self.part(*(-((self.start - token) // self.step) for token in (first, stop)))
 
     def part(self, first: int, stop: int) -> Rows:
         """The rows [first, stop), counted from the first."""
-        first = max(0, first)
-        return Rows(self.start + first * self.step, self.step, max(0, min(stop, self.length) - first))
+        return Rows.of(self.tokens[max(0, first) : max(0, stop)])
 
     def phases(self, step: int) -> Iterator[Rows]:
         """The same rows, in steps of this size."""
         many = step // self.step
-        for first in range(min(many, self.length)):
-            yield Rows(self.start + first * self.step, step, -((first - self.length) // many))
+        return (Rows.of(self.tokens[first::many]) for first in range(min(many, self.length)))
 
     def moved(self, tokens: int) -> Rows:
-        return Rows(self.start + tokens, self.step, self.length)
+        return self._replace(start=self.start + tokens)
 
 
 def rows_at(offset: int, rate: int, first: int, stop: int) -> Rows:
     """The tokens in [first, stop) that are ``offset`` modulo ``rate``."""
-    start = first + (offset - first) % rate
-    return Rows(start, rate, max(0, -((start - stop) // rate)))
+    return Rows.of(range(first + (offset - first) % rate, stop, rate))
 
 
 class Rect(NamedTuple):
@@ -234,9 +233,8 @@ class Branch:
 
     def to_dict(self) -> dict[str, Any]:
         """The kind, and the fields that are not at their defaults, for JSON."""
-        given = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.init}
-        defaults = {x.name: x.default for x in dataclasses.fields(self)}
-        return {"kind": self.kind} | {name: value for name, value in given.items() if value != defaults[name]}
+        given = ((x.name, getattr(self, x.name), x.default) for x in dataclasses.fields(self))
+        return {"kind": self.kind} | {name: value for name, value, default in given if value != default}
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.to_dict().items() if name != "kind"}
@@ -267,7 +265,8 @@ class Branch:
         return Kept(asks=True)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
-        """The pairs of a rectangle that this branch does not show; None if only `sees` can tell them."""
+        """The pairs of a rectangle that this branch does not show, some of them empty; None if only `sees` can tell
+        them."""
         return None
 
 
@@ -286,14 +285,14 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range, int]]:
-    """The segments that hold queries: the segment, its queries, and how many there are like it, one after another."""
+def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range, int, int]]:
+    """The segments that hold queries: the segment, its queries, how often it is repeated, and at which period."""
     first = queries.start
     while first < queries.stop:
         start = first - first % width
         stop = min(start + width, n)
         whole = max(1, (queries.stop - first) // width if first == start else 1)
-        yield range(start, stop), range(first, min(stop, queries.stop)), whole
+        yield range(start, stop), range(first, min(stop, queries.stop)), whole, width if whole > 1 else 0
         first = start + whole * width
 
 

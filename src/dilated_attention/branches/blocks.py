@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, grouped, in_order, rows_at
+from dilated_attention.branches.base import Branch, Kept, Rect, Rows, grouped, in_order
 from dilated_attention.checks import check_int
 
 Pairs = tuple[tuple[int, int], ...]
@@ -48,7 +47,9 @@ class Blocks(Branch):
     @classmethod
     def random(cls, size: int, per_row: int, seed: int, *, num_tokens: int, is_causal: bool = False) -> Blocks:
         """Each query block sees its own block and ``per_row`` others, drawn at random; when causal, earlier ones."""
-        return cls(size, _random(-(-num_tokens // size), per_row, seed, is_causal, {}))
+        return cls.bigbird(
+            size, num_tokens=num_tokens, window=1, first=0, per_row=per_row, seed=seed, is_causal=is_causal
+        )
 
     @classmethod
     def bigbird(
@@ -56,11 +57,14 @@ class Blocks(Branch):
         is_causal: bool = False,
     ) -> Blocks:  # fmt: skip
         """BigBird's blocks: ``window`` around each block, the ``first`` blocks for all, and ``per_row`` at random."""
-        count, side = -(-num_tokens // size), window // 2
-        fixed = {row: set(range(max(0, row - side), min(count, row + side + 1))) for row in range(count)}
+        count, side, draw, pairs = -(-num_tokens // size), window // 2, random.Random(seed), list[tuple[int, int]]()
         for row in range(count):
-            fixed[row] |= set(range(count)) if row < first else set(range(min(first, count)))
-        return cls(size, _random(count, per_row, seed, is_causal, fixed))
+            around = range(max(0, row - side), min(count, row + side + 1))
+            mine = {*around, *range(count if row < first else min(first, count))}
+            others = [key for key in range(row if is_causal else count) if key not in mine]
+            mine.update(draw.sample(others, min(per_row, len(others))))
+            pairs += [(row, key) for key in mine if key <= row or not is_causal]
+        return cls(size, pairs)
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         listed = _listed(tuple(self.pairs), query.device)
@@ -69,20 +73,16 @@ class Blocks(Branch):
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """Blocks that are equally far from their keys are one rectangle, repeated."""
-        size, high = self.size, 0 if is_causal else None
-        distances = grouped(self.pairs, lambda pair: pair[1] - pair[0])
-        for distance in sorted(distances):
-            rows = [query for query, _ in distances[distance]]
-            whole = [r for r in rows if r * size >= queries.start and (r + 1) * size <= queries.stop]
-            whole = [r for r in whole if (r + max(distance, 0) + 1) * size <= n]
-            for row in sorted(set(rows) - set(whole)):
-                mine = rows_at(0, 1, max(row * size, queries.start), min((row + 1) * size, queries.stop))
-                keys = rows_at(0, 1, (row + distance) * size, min((row + distance + 1) * size, n))
-                yield Rect(mine, keys).between(high=high)
-            for start, step, count in in_order(whole):
-                mine = rows_at(0, 1, start * size, (start + 1) * size)
-                rect = Rect(mine, mine.moved(distance * size), None, None, count, step * size if count > 1 else 0)
-                yield rect.between(high=high)
+        size = self.size
+        for distance, pairs in sorted(grouped(self.pairs, lambda pair: pair[1] - pair[0]).items()):
+            end = min(queries.stop, n - max(distance, 0) * size)
+            whole = [row for row, _ in pairs if queries.start <= row * size and (row + 1) * size <= end]
+            singles = [Rows(row, 1, 1) for row in sorted({row for row, _ in pairs}.difference(whole))]
+            for start, step, count in (*singles, *in_order(whole)):
+                block = Rows(start * size, 1, size)
+                mine, keys = block.inside(queries.start, queries.stop), block.moved(distance * size).inside(0, n)
+                rect = Rect(mine, keys, None, None, count, step * size if count > 1 else 0)
+                yield rect.between(high=0 if is_causal else None)
 
     def kept(self, head: int) -> Kept:
         """All up to the last block that a later one sees."""
@@ -110,8 +110,7 @@ class Dense(Branch):
         return (query >= 0) & (key >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
-        rows, keys = rows_at(0, 1, queries.start, queries.stop), rows_at(0, 1, 0, n)
-        yield Rect(rows, keys).between(high=0 if is_causal else None)
+        yield Rect(Rows.of(queries), Rows(0, 1, n)).between(high=0 if is_causal else None)
 
     def kept(self, head: int) -> Kept:
         return Kept()
@@ -128,14 +127,3 @@ def _listed(pairs: Pairs, device: torch.device) -> Tensor:
         listed = torch.zeros(count, count, dtype=torch.bool)
         listed[tuple(torch.tensor(pairs).T)] = True
         return listed.to(device)
-
-
-def _random(count: int, per_row: int, seed: int, is_causal: bool, fixed: dict[int, set[int]]) -> set[tuple[int, int]]:
-    """Pairs of so many rows: those that are fixed, and of each row its own block and some that are drawn."""
-    draw, pairs = random.Random(seed), set()
-    for row in range(count):
-        mine = fixed.get(row, set()) | {row}
-        others = [key for key in range(row if is_causal else count) if key not in mine]
-        mine |= set(draw.sample(others, min(per_row, len(others))))
-        pairs |= set(itertools.product([row], (key for key in mine if key <= row or not is_causal)))
-    return pairs

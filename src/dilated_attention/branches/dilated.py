@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, Rows, rows_at, segments
+from dilated_attention.branches.base import Branch, Kept, Rect, Rows, segments
 from dilated_attention.checks import check_int
 
 MOST_PARTS = 8  # segments of a nested branch inside of another's, that are told apart as rectangles
@@ -53,13 +53,10 @@ class Dilated(Branch):
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         offset = self.offset_of(head)
-        for segment, some, repeats in segments(queries, self.length, n):
-            rows, keys = (
-                rows_at(segment.start + offset, self.rate, max(x.start, segment.start + offset), x.stop)
-                for x in (some, segment)
-            )
-            rect = Rect(rows, keys, repeats=repeats, period=self.length if repeats > 1 else 0)
-            yield rect.between(high=0 if is_causal else None)
+        for segment, some, *times in segments(queries, self.length, n):
+            keys = Rows.of(range(segment.start + offset, segment.stop, self.rate))
+            rows = keys.inside(some.start, some.stop)
+            yield Rect(rows, keys, None, None, *times).between(high=0 if is_causal else None)
 
     def repeats(self) -> tuple[int, int]:
         return 0, self.length
@@ -71,30 +68,27 @@ class Dilated(Branch):
         return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
-        width, rate, offset = self.length, self.rate, self.offset_of(head)
-        spans = [range(x.start, x.last + 1) for x in (rect.queries, rect.keys)]
+        width = self.length
         if rect.period % width:
             return None
-        parts = [range(x.start // width, x[-1] // width + 1) for x in spans]
-        if parts[0].stop <= parts[1].start or parts[1].stop <= parts[0].start:
+        mine, theirs = (range(x.start // width, x.last // width + 1) for x in (rect.queries, rect.keys))  # segments
+        if mine.stop <= theirs.start or theirs.stop <= mine.start:
             return [rect]  # no segment has queries and keys
-        residues = [_residue(x, width, rate, len(part) > 1) for x, part in zip(rect[:2], parts, strict=True)]
-        if any(residue is not None and residue != offset for residue in residues):
+        residues = self._residue(rect.queries, mine), self._residue(rect.keys, theirs)
+        if not {None, self.offset_of(head)}.issuperset(residues):
             return [rect]
-        if None in residues or len(parts[0]) * len(parts[1]) > MOST_PARTS**2:
+        if None in residues or len(mine) * len(theirs) > MOST_PARTS**2:
             return None
-        found = []
-        for mine in parts[0]:
-            for keys in (range(parts[1].start, mine), range(mine + 1, parts[1].stop)):
-                cut = rect._replace(
-                    queries=rect.queries.inside(mine * width, (mine + 1) * width),
-                    keys=rect.keys.inside(keys.start * width, keys.stop * width),
-                )
-                found.append(cut if cut.is_empty else cut.between())
-        return [x for x in found if not x.is_empty]
+        return [
+            rect._replace(
+                queries=rect.queries.inside(segment * width, (segment + 1) * width),
+                keys=rect.keys.inside(first * width, stop * width),
+            ).between()
+            for segment in mine
+            for first, stop in ((theirs.start, segment), (segment + 1, theirs.stop))
+        ]
 
-
-def _residue(rows: Rows, width: int, rate: int, crosses: bool) -> int | None:
-    """That of all rows, counted from the start of their segment, modulo the rate; None if they differ."""
-    differ = (rows.length > 1 and rows.step % rate) or (crosses and width % rate)
-    return None if differ else rows.start % width % rate
+    def _residue(self, rows: Rows, parts: range) -> int | None:
+        """That of all rows, counted from the start of their segment, modulo the rate; None if they differ."""
+        differ = (rows.length > 1 and rows.step % self.rate) or (len(parts) > 1 and self.length % self.rate)
+        return None if differ else rows.start % self.length % self.rate

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, Rows, in_order, rising, rows_at
+from dilated_attention.branches.base import Branch, Kept, Rect, Rows, in_order, rising
 from dilated_attention.checks import Ints, check_int
 
 MOST_PARTS = 64  # rectangles that are left of one
@@ -92,13 +92,11 @@ class Global(Branch):
         tokens = [token for token in tokens if token < n]
         for keys in in_order(tokens):
             yield from seen_by_all(keys, queries, is_causal)
-        borders = [-1, *tokens, n]
-        gaps = [range(a + 1, b) for a, b in itertools.pairwise(borders) if b > a + 1]
-        mine = in_order(token for token in tokens if token in queries)
-        singles = [[rows] if rows.step == 1 else [Rows(token, 1, 1) for token in rows.tokens] for rows in mine]
-        for rows in itertools.chain(*singles):
-            for gap in gaps:
-                yield Rect(rows, Rows(gap.start, 1, len(gap))).between(high=0 if is_causal else None)
+        gaps = list(between(Rows(0, 1, n), tokens))
+        for rows in in_order(token for token in tokens if token in queries):
+            singles = [rows] if rows.step == 1 else [Rows(token, 1, 1) for token in rows.tokens]
+            for mine, gap in itertools.product(singles, gaps):
+                yield Rect(mine, gap).between(high=0 if is_causal else None)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         if isinstance(self.tokens, int):
@@ -106,8 +104,7 @@ class Global(Branch):
         spans = list(between(rect.queries, self.tokens)), list(between(rect.keys, self.tokens))
         if rect.repeats > 1 or len(spans[0]) * len(spans[1]) > MOST_PARTS:
             return None
-        parts = [rect._replace(queries=queries, keys=keys).between() for queries in spans[0] for keys in spans[1]]
-        return [part for part in parts if not part.is_empty]
+        return [rect._replace(queries=queries, keys=keys).between() for queries, keys in itertools.product(*spans)]
 
     def repeats(self) -> tuple[int, int]:
         return self.tokens if isinstance(self.tokens, int) else max(self.tokens, default=-1) + 1, 1
@@ -128,12 +125,12 @@ def _listed(tokens: Ints, device: torch.device) -> Tensor:
 
 def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
     """All queries with these keys; when causal those that see all of them, then those that see some."""
+    rows = Rows.of(queries)
     if not is_causal:
-        yield Rect(rows_at(0, 1, queries.start, queries.stop), keys)
+        yield Rect(rows, keys)
         return
-    yield Rect(rows_at(0, 1, max(queries.start, keys.last), queries.stop), keys)
-    some = rows_at(0, 1, queries.start, min(queries.stop, keys.last))
-    yield Rect(some, keys).between(high=0)
+    yield Rect(rows.inside(keys.last, queries.stop), keys)
+    yield Rect(rows.inside(queries.start, keys.last), keys).between(high=0)
 
 
 def between(rows: Rows, tokens: Iterable[int]) -> Iterator[Rows]:
@@ -150,7 +147,5 @@ def after(rect: Rect, token: int) -> list[Rect]:
     if rect.keys.start >= token:
         return [rect]
     meets = min(rect.repeats, -((rect.keys.start - token) // rect.period)) if rect.period else 1
-    parts = [part._replace(keys=part.keys.inside(token, part.keys.last + 1)) for part in rect.some(0, meets).singles()]
-    parts = [part.between() for part in parts]
-    rest = [rect.some(meets, rect.repeats)] if meets < rect.repeats else []
-    return [*(part for part in parts if not part.is_empty), *rest]
+    parts = (part._replace(keys=part.keys.inside(token, part.keys.last + 1)) for part in rect.some(0, meets).singles())
+    return [*(part.between() for part in parts), *([rect.some(meets, rect.repeats)] if meets < rect.repeats else [])]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, rows_at, segments
+from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, Rows, segments
 from dilated_attention.checks import check_int
 
 
@@ -49,10 +49,9 @@ class Strided(Branch):
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         width = self.length or max(1, n)
-        for segment, some, repeats in segments(queries, width, n):
-            start, period = segment.start + self.offset, width if repeats > 1 else 0
-            rows, keys = rows_at(0, 1, some.start, some.stop), rows_at(start, self.rate, start, segment.stop)
-            yield Rect(rows, keys, None, None, repeats, period).between(high=0 if is_causal else None)
+        for segment, some, *times in segments(queries, width, n):
+            keys = range(segment.start + self.offset, segment.stop, self.rate)
+            yield Rect(Rows.of(some), Rows.of(keys), None, None, *times).between(high=0 if is_causal else None)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         steps = rect.period, rect.keys.step if rect.keys.length > 1 else 0

@@ -71,14 +71,10 @@ class Window(Branch):
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         low, high = self.limits
-        near = rect.between(low, high)
-        if near.is_empty:
+        if rect.between(low, high).is_empty:
             return [rect]
-        if self.rate > 1:  # all of the rectangle's pairs are a multiple of the rate apart, or none is
-            steps = rect.queries.step % self.rate or rect.keys.step % self.rate
-            if steps:
-                return None
-            if (rect.keys.start - rect.queries.start) % self.rate:
-                return [rect]
-        sides = rect.between(high=low - 1), rect.between(low=high + 1)
-        return [x for x in sides if not x.is_empty]
+        if rect.queries.step % self.rate or rect.keys.step % self.rate:
+            return None
+        if (rect.keys.start - rect.queries.start) % self.rate:
+            return [rect]  # none of the pairs is a multiple of the rate apart, else all are
+        return [rect.between(high=low - 1), rect.between(low=high + 1)]
