@@ -57,7 +57,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     Either class loads the state dict of the other.
     """
 
-    def _add_projections(self, factory: dict[str, Any]) -> None:
+    def _add_projections(self, **factory: Any) -> None:
         self.qkv_proj = nn.Linear(self.embed_dim, sum(self._widths()), **factory)
 
     def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:

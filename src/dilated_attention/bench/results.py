@@ -58,7 +58,13 @@ def load(path: Path) -> Record:
     """A results file, or the one in a folder. What was not measured has no figures."""
     file = path / "results.json" if path.is_dir() else path
     try:
-        found = _parsed(file.read_bytes().decode("utf-8"))
+        text = file.read_bytes().decode("utf-8")
+        steps = (
+            1 if token in "[{" else -1 for token in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text) if token in "[]{}"
+        )
+        if max(itertools.accumulate(steps), default=0) > DEEPEST:  # counted before anything goes down
+            raise ValueError("its values are nested too deeply")
+        found = charts.changed(json.loads(text), _leaf)
         if not isinstance(found, dict) or "schema" not in found:
             raise ValueError("it has no schema; `dilated-attention bench` writes one")
         if found["schema"] != SCHEMA:
@@ -74,16 +80,8 @@ def load(path: Path) -> Record:
     return found
 
 
-def _parsed(text: str) -> Any:
-    """JSON with texts that are escaped and finite numbers; how deep it is, is counted before anything goes down."""
-    tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text)
-    steps = (1 if token in "[{" else -1 for token in tokens if token in "[]{}")
-    if max(itertools.accumulate(steps), default=0) > DEEPEST:
-        raise ValueError("its values are nested too deeply")
-    return charts.changed(json.loads(text), _leaf)
-
-
 def _leaf(value: Any) -> Any:
+    """A text that is escaped, or a finite number."""
     if isinstance(value, int | float) and not abs(value) < LARGEST:
         raise ValueError(f"{str(value)[:20]} is not a finite number below 2^63")
     return escaped(value) if isinstance(value, str) else value

@@ -131,7 +131,9 @@ def measure_of(call: Call, device: torch.device) -> Measure:
 
     def on_cuda() -> Sequence[float]:
         if first and first[0] < LONG_MS:
-            return _short_calls(call)
+            from triton.testing import do_bench  # comes with the builds of torch that can use it
+
+            return do_bench(call, warmup=1, rep=3, return_mode="all")  # type: ignore[no-any-return]
         first.append(_cuda_milliseconds(call))
         return first[-1:]
 
@@ -176,12 +178,6 @@ def cpu_milliseconds(call: Call, device: torch.device) -> float:
     call()
     synchronise(device)
     return 1000 * (timer() - start)
-
-
-def _short_calls(call: Call) -> list[float]:
-    from triton.testing import do_bench  # comes with the builds of torch that can use it
-
-    return do_bench(call, warmup=1, rep=3, return_mode="all")  # type: ignore[no-any-return]
 
 
 def _cuda_milliseconds(call: Call) -> float:

@@ -44,15 +44,11 @@ def run(given: Namespace) -> None:
         if given.pattern is not None:
             (_folder if is_folder else _checkpoint)(source, target, options.patterns(given.pattern))
         else:
-            _slides(source, target)
+            from dilated_attention.models import SlideEncoder, weights
+
+            SlideEncoder.from_pretrained(source, num_heads=1, global_pool=False)  # raises if they do not fit
+            weights.save(weights.read(source)[0], target)
     print(f"written: {target}")
-
-
-def _slides(source: Path, target: Path) -> None:
-    from dilated_attention.models import SlideEncoder, weights
-
-    SlideEncoder.from_pretrained(source, num_heads=1, global_pool=False)  # raises if they do not fit
-    weights.save(weights.read(source)[0], target)
 
 
 def _checkpoint(source: Path, target: Path, pattern: Any) -> None:

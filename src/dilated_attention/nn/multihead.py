@@ -101,7 +101,7 @@ class MultiheadDilatedAttention(Core):
         layer_norm_eps = checked_scale(layer_norm_eps, "layer_norm_eps")
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._add_projections({"bias": bias, **where})
+        self._add_projections(bias=bias, **where)
         self.norm: nn.Module = nn.LayerNorm(embed_dim, layer_norm_eps, **where) if layer_norm else nn.Identity()
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias, **where)
         self.register_load_state_dict_pre_hook(_refit)  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class MultiheadDilatedAttention(Core):
         """Of q, k and v, all heads of a token together."""
         return [self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
 
-    def _add_projections(self, factory: dict[str, Any]) -> None:
+    def _add_projections(self, **factory: Any) -> None:
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(self.embed_dim, x, **factory) for x in self._widths())
 
     def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
@@ -228,18 +228,14 @@ def ignored(mask: Tensor, x: Tensor) -> Tensor:
         known = is_ignored | (mask == 0)
         if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
             torch._assert_async(known.all(), wanted)
-        elif not unmapped(known).all():
-            raise ValueError(wanted)
+        else:
+            while torch._C._functorch.is_functorch_wrapped_tensor(known):  # torch.func looks on
+                known = torch._C._functorch.get_unwrapped(known)
+            if not known.all():
+                raise ValueError(wanted)
         mask = is_ignored
     check_padding_mask(mask, x)
     return mask
-
-
-def unmapped(x: Tensor) -> Tensor:
-    """The numbers themselves, where torch.func looks on."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
 
 
 def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> None:

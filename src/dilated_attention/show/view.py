@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -107,7 +107,9 @@ class View:
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        return counts.edges(*self.shown, self.cells, rhythm(self.branches))
+        # after how many tokens something repeats in a branch: cells should be in step with it
+        repeats = [getattr(x, name, None) or 1 for x in self.branches for name in ("length", "size", "rate")]
+        return counts.edges(*self.shown, self.cells, repeats)
 
     @cached_property
     def kinds(self) -> list[list[int]]:
@@ -225,11 +227,6 @@ class View:
                     zeros += zeros_beside(branch, count, self.tokens) if self.pattern.adds_zeros else 0
         if zeros and not self.is_causal:
             yield _many(zeros, "zero key")
-
-
-def rhythm(branches: Iterable[Branch]) -> list[int]:
-    """After how many tokens something repeats in a branch: the numbers that cells should be in step with."""
-    return [getattr(branch, name, None) or 1 for branch in branches for name in ("length", "size", "rate")]
 
 
 def _many(count: int, thing: str) -> str:

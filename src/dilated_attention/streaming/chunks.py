@@ -53,17 +53,12 @@ def stream(
         pattern: which head sees which tokens, of the whole sequence. A stream that is not causal takes only patterns
             whose queries see no farther ahead than their segment, a window, a prefix or listed blocks.
         is_causal: a query sees no later token. The stream then keeps only the key and value rows that later tokens see.
-        scale: multiplies the scores; 1/sqrt(D) by default.
-        enable_gqa: key and value may have fewer heads, as in `dilated_attention`.
-        backend: as in `dilated_attention`; but "triton" takes no stream that is causal, of the rule torchscale, of
-            segments that straddle one another, or of windows and other branches without segments.
+        scale, enable_gqa, backend: as in `dilated_attention`; but "triton" takes no stream that is causal, of the rule
+            torchscale, of segments that straddle one another, or of windows and other branches without segments.
         max_bytes: the most bytes that the stream may keep from one chunk to the next; memory for the computation comes
             on top. By default half of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
         num_tokens: an upper limit for the length of the sequence, if you know it; more tokens are an error. Where a
             segment is longer than that, the check of ``max_bytes`` takes its length to be num_tokens.
-
-    Returns:
-        An iterator over the outputs.
 
     Raises:
         ValueError: at the first chunk, if the stream would have to keep more than ``max_bytes``. A causal stream keeps
