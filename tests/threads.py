@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.group import Stats
+from dilated_attention.distributed.group import Past, Stats
 from dilated_attention.pattern import Pattern
 from dilated_attention.ring import run as ring
 from dilated_attention.testing import Results, run
@@ -70,8 +70,7 @@ class FakeTransport:
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size
-        self.group = self
-        self.stats = Stats()
+        self.stats, self.past = Stats(), Past()
         self.log: list[tuple[str, dict[int, int], dict[int, int]]] = []
         self._posted: dict[str, int] = {}
 
@@ -86,15 +85,13 @@ class FakeTransport:
         self.stats.hold(sum(receives.values()))
         return self._carry(name, sends, receives)
 
-    def post_all(self, name: str, message: Tensor) -> FakePending:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        return self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, message.numel()))
+    def from_all(self, name: str, mine: Tensor) -> list[Tensor]:
+        others, message = [peer for peer in range(self.size) if peer != self.rank], mine.view(-1).view(torch.uint8)
+        came = self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, mine.nbytes)).wait()
+        return [came.get(peer, message).view(mine.dtype).view(mine.shape) for peer in range(self.size)]
 
     def warm_up(self) -> None:
         pass
-
-    def release(self, messages: Mapping[int, Tensor]) -> None:
-        self.stats.hold(-sum(message.numel() for message in messages.values()))
 
     def closed_on_error(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -85,22 +85,19 @@ class ContextParallel:
         return self
 
     @classmethod
-    def of(cls, group: Group | ContextParallel) -> ContextParallel:
+    def of(cls, group: Over) -> ContextParallel:
         """What was given as ``group=``, with all options at their defaults if it is a bare group."""
         return group if isinstance(group, ContextParallel) else cls(group)
 
     def process_group(self) -> ProcessGroup:
         """The group that a call goes over."""
-        if self.group is not None:
-            return process_group(self.group)
-        if not dist.is_available() or not dist.is_initialized():
+        group = dist.group.WORLD if self.group is None else self.group
+        if group is None:
             raise ValueError(
                 "ContextParallel has no group, and no default process group is initialised: call "
                 "torch.distributed.init_process_group() first, or pass a group"
             )
-        default = dist.group.WORLD
-        assert default is not None
-        return default
+        return process_group(group)
 
 
 Over = Group | ContextParallel | None  # the ranks of which each has a shard of every sequence

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ import torch
 
 from dilated_attention.distributed.group import CommunicationError, GroupTransport, ranks_text
 
-_HEADER = struct.Struct("<16sqqqq")  # hash and bytes of the fields, length, seed, flags
 _LONGEST = 2000  # characters of a field that are told
 REFUSED = "error"  # the only field of a rank that cannot take part
 
@@ -64,12 +62,13 @@ def ask(
 ) -> Agreement:
     """What the ranks say. Raises ValueError on every rank if they do not mean the same ``call``, a name for people."""
     text = json.dumps({name: _cut(str(value)) for name, value in fields.items()}).encode()
-    mine = _HEADER.pack(hashlib.blake2b(text, digest_size=16).digest(), len(text), length, seed, flags)
-    headers = _from_all(transport, f"the agreement on {call}", mine)
-    hashes, sizes, *numbers = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
-    if len(set(hashes)) > 1 or REFUSED in fields:
-        said = _from_all(transport, f"{call}: what differs", text.ljust(max(sizes)))
-        raise ValueError(difference([json.loads(text) for text in said], transport.rank, call))
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    mine = torch.tensor([digest, len(text), length, seed, flags], device="cpu")
+    words = transport.from_all(f"the agreement on {call}", mine)
+    digests, sizes, *numbers = zip(*(word.tolist() for word in words), strict=True)
+    if len(set(digests)) > 1 or REFUSED in fields:
+        texts = transport.from_all(f"{call}: what differs", torch.tensor([*text.ljust(max(sizes))], device="cpu"))
+        raise ValueError(difference([json.loads(bytes(x.tolist())) for x in texts], transport.rank, call))
     return Agreement(*numbers)
 
 
@@ -89,12 +88,6 @@ def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
         told = [f"{value} on {ranks_text(who)}" for value, who in usual_first]
         found += [f"{name} is {' and '.join(told)}"] if len(told) > 1 else []
     return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
-
-
-def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:
-    """The word of every rank, by rank."""
-    messages = transport.post_all(name, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
-    return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]
 
 
 def _cut(text: str) -> str:

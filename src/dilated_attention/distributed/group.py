@@ -61,6 +61,20 @@ class Stats:
         self.peak_buffer_bytes = max(self.peak_buffer_bytes, self.buffer_bytes)
 
 
+@dataclass
+class Past:
+    """What happened over a group, as far as this process knows."""
+
+    failure: str = ""  # why it cannot be used again
+    is_warm: bool = False
+    checks: int = 0  # calls that all ranks compared,
+    lengths: set[tuple[int, ...]] = field(default_factory=set)  # and their shards
+    calls: int = 0  # that all ranks agreed on, checked or not
+
+
+_past: weakref.WeakKeyDictionary[ProcessGroup, Past] = weakref.WeakKeyDictionary()
+
+
 @dataclass(eq=False)
 class GroupTransport:
     """Messages over a process group."""
@@ -74,50 +88,49 @@ class GroupTransport:
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.group.rank(), self.group.size()
+        self.past = _past.setdefault(self.group, Past())
+        self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.wire = wire_device(self.group, self.device)
-        self.staged = self.wire != self.device
         self.backend = backend_name(self.group, self.device) or "gloo"  # without one it goes through the host
         self.agrees_on_host = backend_name(self.group, HOST) == "gloo"  # small messages to all need no device
 
     def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Pending:
         """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people."""
         self._check_usable()
-        sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
-        arriving = {peer: self._on_wire(count) for peer, count in receives.items() if count}
+        sent = {peer: self._to_wire(message) for peer, message in sends.items()}
+        arriving = {peer: self._on_wire(count) for peer, count in receives.items()}
         stats, received = self.stats, sum(receives.values())
-        stats.hops += bool(sent or arriving)
         stats.bytes_sent += sum(map(Tensor.numel, sent.values()))
         stats.bytes_received += received
         stats.hold(received)
         works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
-        pending = Pending(self, name, works, sent, arriving, self.staged)
+        stats.hops += bool(works)
+        pending = Pending(self, name, works, sent, arriving)
         if self.debug:  # the host waits, so that an error names the step in which it happened
-            pending.finish()
+            pending.wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         return pending
 
-    def post_all(self, name: str, message: Tensor) -> Pending:
-        """Begin sending a small message from every rank to every rank; not counted in the statistics."""
+    def from_all(self, name: str, mine: Tensor) -> list[Tensor]:
+        """A small tensor of every rank, by rank; not counted in the statistics."""
         self._check_usable()
-        message = message.to(HOST if self.agrees_on_host else self.device)
-        from_all = [torch.empty_like(message) for _ in range(self.size)]
-        arriving = {peer: from_all[peer] for peer in range(self.size) if peer != self.rank}
+        message = mine.to(HOST if self.agrees_on_host else self.device)
+        found = [torch.empty_like(message) for _ in range(self.size)]
         if self.agrees_on_host:  # one by one, so that a missing rank can be named
-            works = self._batch(dict.fromkeys(arriving, message), arriving, name, kind="to all")
+            found[self.rank] = message
+            others = {peer: found[peer] for peer in self.others}
+            works = self._batch(dict.fromkeys(others, message), others, name, kind="to all")
         else:
-            works = [(None, dist.all_gather(from_all, message, group=self.group, async_op=True))]
-        return Pending(self, name, works, {self.rank: message}, arriving)
+            works = [(None, dist.all_gather(found, message, group=self.group, async_op=True))]
+        Pending(self, name, works, {}, {}).wait()
+        return [x.to(mine.device) for x in found]
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
-        if self.backend != "gloo" and self.agrees_on_host and self.group not in _warm:
+        if self.backend != "gloo" and self.agrees_on_host and not self.past.is_warm:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-            _warm.add(self.group)
-
-    def release(self, messages: Mapping[int, Tensor]) -> None:
-        """Received messages are no longer the transport's to count."""
-        self.stats.hold(-sum(map(Tensor.numel, messages.values())))
+            self.past.is_warm = True
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -125,47 +138,47 @@ class GroupTransport:
         try:
             yield
         except BaseException:
-            _failures.setdefault(self.group, f"rank {self.rank} raised an error while others waited for its messages")
-            self._close()
+            self._close(f"rank {self.rank} raised an error while others waited for its messages")
             raise
 
-    def _close(self) -> None:
+    def _close(self, why: str) -> None:
         """Gloo closes all connections when a receive times out, which the ranks at their other ends notice.
 
         But for one in the middle of sending: gloo never ends that send. So what is on its way may arrive before.
         """
+        self.past.failure = self.past.failure or why
         if not self.agrees_on_host:
             return
         time.sleep(BEFORE_CLOSING)
         never = torch.empty(1, dtype=torch.uint8)
-        for peer in {*range(self.size)} - {self.rank}:  # until one is alive: one from a dead rank fails at once
+        for peer in self.others:  # until one is alive: one from a dead rank fails at once
             with contextlib.suppress(RuntimeError):
                 work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
                 work.wait(datetime.timedelta(milliseconds=1))
 
     def gone(self) -> list[int]:
         """The ranks whose connections are closed: gloo refuses at once to send them anything."""
-        found, never = [], torch.empty(1, dtype=torch.uint8)
-        for peer in {*range(self.size)} - {self.rank} if self.agrees_on_host else ():
+        found = []
+        for peer in self.others if self.agrees_on_host else ():
             try:
-                dist.isend(never, group=self.group, group_dst=peer, tag=_NEVER_SENT)
+                dist.isend(torch.empty(1, dtype=torch.uint8), group=self.group, group_dst=peer, tag=_NEVER_SENT)
             except RuntimeError:
                 found.append(peer)
         return found
 
     def _check_usable(self) -> None:
         """Raise if an earlier step over the group failed: messages may still be on their way in it."""
-        if self.group in _failures:
-            raise CommunicationError(f"this process group failed before ({_failures[self.group]}): make a new one")
+        if self.past.failure:
+            raise CommunicationError(f"this process group failed before ({self.past.failure}): make a new one")
 
     def _on_wire(self, count: int) -> Tensor:
         """Memory for a message; torch keeps page-locked memory and that of a device, and gives it out again."""
-        pinned = self.staged and torch.cuda.is_available()
+        pinned = self.wire != self.device and torch.cuda.is_available()
         return torch.empty(count, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
 
     def _to_wire(self, message: Tensor) -> Tensor:
         # a copy to the host waits for the device
-        return self._on_wire(message.numel()).copy_(message) if self.staged else message.contiguous()
+        return message.contiguous() if self.wire == self.device else self._on_wire(message.numel()).copy_(message)
 
     def _batch(self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str) -> Works:
         """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
@@ -174,15 +187,15 @@ class GroupTransport:
             dist.P2POp(function, tensors[peer], group=self.group, group_peer=peer, tag=_tag(kind, tensors[peer]))
             for function, tensors in ((dist.irecv, arriving), (dist.isend, sent))
             for peer in sorted(tensors)
+            if tensors[peer].numel()
         ]
-        if operations and operations[0].tensor.device.type != "cpu":
-            with self.naming(name, None):  # NCCL gives one handle for the whole batch
-                return [(None, work) for work in dist.batch_isend_irecv(operations)]
+        batches: list[tuple[int | None, list[Any]]] = [(x.group_peer, [x]) for x in operations]
+        if operations and operations[0].tensor.device.type != "cpu":  # NCCL gives one handle for the whole batch
+            batches = [(None, operations)]
         works: Works = []
-        for operation in operations:
-            peer = operation.group_peer
+        for peer, batch in batches:
             with self.naming(name, peer):  # its connection may be closed already
-                works += [(peer, work) for work in dist.batch_isend_irecv([operation])]
+                works += [(peer, work) for work in dist.batch_isend_irecv(batch)]
         return works
 
     @contextlib.contextmanager
@@ -194,10 +207,9 @@ class GroupTransport:
         except RuntimeError as error:
             whom = f"some of {self.size} ranks" if peer is None else f"rank {peer}"
             what = f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {whom} in {step}"
-            _failures.setdefault(self.group, what)
             is_late = "timed out" in str(error).lower()  # gloo itself has then closed all connections
             others = [] if is_late else [rank for rank in self.gone() if rank != peer]
-            self._close()  # the ranks that wait for this one need not
+            self._close(what)  # the ranks that wait for this one need not
             limit = "the group's own timeout" if self.timeout is None else f"{self.timeout:g} s"
             why = f"nothing came within {limit}, it hangs or is far behind" if is_late else _short(error)
             more = f"; no connection to {ranks_text(others)} either" if others else ""
@@ -207,13 +219,8 @@ class GroupTransport:
         """Raise, if there are ranks to name in an error of somebody else's collective."""
         if gone := self.gone():
             what = f"rank {self.rank} lost {ranks_text(gone)}"
-            _failures.setdefault(self.group, what)
-            self._close()
+            self._close(what)
             raise CommunicationError(f"{what}: {_short(error)}") from error
-
-
-_warm: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-_failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -225,10 +232,9 @@ class Pending:
     works: Works
     sent: dict[int, Tensor]  # kept until they have left
     arriving: dict[int, Tensor]
-    staged: bool = False  # what arrives on the host is for the device
 
-    def finish(self) -> None:
-        """Wait until all messages of the step have come and gone."""
+    def wait(self) -> dict[int, Tensor]:
+        """Wait until all messages of the step have come and gone; the received ones by rank."""
         transport, began = self.transport, time.monotonic()
         for peer, work in self.works:
             left = None
@@ -238,13 +244,7 @@ class Pending:
                 _ = work.wait() if left is None else work.wait(left)
         self.works, self.sent = [], {}
         transport.stats.seconds_waited += time.monotonic() - began
-
-    def wait(self) -> dict[int, Tensor]:
-        """The received messages by rank, on the device of the transport."""
-        self.finish()
-        if not self.staged:
-            return self.arriving
-        return {peer: message.to(self.transport.device) for peer, message in self.arriving.items()}
+        return {peer: message.to(transport.device) for peer, message in self.arriving.items()}
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
@@ -280,7 +280,7 @@ def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
 
 def _tag(kind: str, message: Tensor) -> int:
     """Gloo hands a message over where tags agree, and aborts the process if its size is not the one expected."""
-    return zlib.crc32(f"{kind}: {message.numel()}".encode()) % _NEVER_SENT
+    return zlib.crc32(f"{kind}: {message.nbytes}".encode()) % _NEVER_SENT
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -233,11 +233,8 @@ def _plain(x: Tensor) -> Tensor:
 
 def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transport: GroupTransport) -> list[Tensor]:
     """What each rank has for this one, given what this one has for each, and the shapes of what comes."""
-    mine, others = sent[transport.rank], [peer for peer in range(transport.size) if peer != transport.rank]
+    mine, others = sent[transport.rank], transport.others
     sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
-    arrived = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
-    found = [mine.new_empty(shape) for shape in shapes]  # empty ones are not sent
-    found[transport.rank] = mine
-    for peer, message in arrived.items():
-        found[peer] = message.view(mine.dtype).view(shapes[peer])
-    return found
+    messages = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
+    arrived = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in messages.items()}
+    return [arrived.get(peer, mine) for peer in range(transport.size)]

@@ -79,17 +79,16 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def module_ranks(
-    group: Over, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange,
-    name: str = "",
-) -> Ranks:  # fmt: skip
+    group: Over, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange, name: str = ""
+) -> Ranks:
     """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
-    parallel = ContextParallel() if group is None else ContextParallel.of(group)
+    parallel = ContextParallel.of(group)
     if name and parallel.exchange not in (None, exchange):
         raise ValueError(f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}")
-    other = parallel.use_checkpointing
-    if {use_checkpointing, other} == {True, False}:
-        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {other!r} in ContextParallel: give it once")
-    again = other if use_checkpointing is None else use_checkpointing
+    again = parallel.use_checkpointing
+    if {use_checkpointing, again} == {True, False}:
+        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {again!r} in ContextParallel: give it once")
+    again = use_checkpointing if again is None else again
     parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=again)
     ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
     ranks.for_call()  # errors now rather than in the first step

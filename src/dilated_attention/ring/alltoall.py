@@ -10,7 +10,6 @@ Legend as in `blockwise` and `messages`; L rows of one head in a whole segment, 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ from dilated_attention.call import Call
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import blocks_of
-from dilated_attention.ring.messages import Fields, Part, pack, rows_of, sizes_of, unpack
-from dilated_attention.ring.parallel import ParallelCall, Step, own_tensors
+from dilated_attention.ring.parallel import Came, Fields, ParallelCall, Part, Peers, Step, pack, rows_of
 from dilated_attention.ring.shards import Shards
 
 
@@ -70,26 +68,28 @@ def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1 << 12)
 def bundles_at(call: Call, shards: Shards, index: int, start: int, stop: int) -> list[Bundle]:
     """The heads of a branch's segment that several ranks have rows of, shared evenly by these ranks."""
-    branch, size, offsets, found = call.branches[index], stop - start, dict(call.placed(index)), list[Bundle]()
+    branch, size, found = call.branches[index], stop - start, list[Bundle]()
     assert isinstance(branch, Dilated)
+
+    @functools.cache
+    def held(offset: int) -> tuple[tuple[int, int], ...]:
+        """The ranks that have rows, and how many."""
+        rows = rows_at(start + offset, branch.rate, start + offset, stop)
+        some = ((rank, rows.inside(*shards.of_rank(rank)).length) for rank in shards.holders(start, stop))
+        return tuple(pair for pair in some if pair[1])
+
+    counts = {head: held(offset) for head, offset in call.placed(index)}
     call = call._replace(start=start, queries=size, key_start=start, keys=size, cu_seqlens=shards.cu_seqlens)
-    held: dict[int, dict[int, int]] = {}  # by offset: how many rows each rank has, if it has some
-    for offset in {*offsets.values()}:
-        rows, ranks = rows_at(start + offset, branch.rate, start + offset, stop), shards.holders(start, stop)
-        held[offset] = {rank: number for rank in ranks if (number := rows.inside(*shards.of_rank(rank)).length)}
-    for members, heads in grouped(offsets, lambda head: tuple(held[offsets[head]])).items():
+    for members, heads in grouped(counts, lambda head: tuple(rank for rank, _ in counts[head])).items():
         for place, target in enumerate(members if len(members) > 1 else ()):
             turn = (place - index) % len(members)  # where heads are few, others in each branch
-            some = [heads[at] for at in share(len(heads), len(members), turn)]
-            for counts, alike in grouped(some, lambda head: tuple(held[offsets[head]].values())).items():
-                befores = [*itertools.accumulate(counts, initial=0)]
+            mine = [heads[at] for at in share(len(heads), len(members), turn)]
+            for numbers, alike in grouped(mine, counts.__getitem__).items():
                 for block in blocks_of(call, index, alike):
-                    views = {
-                        rank: block.queries._replace(
-                            token=block.queries.token + before * branch.rate, rows=count, start=shards.starts[rank]
-                        )
-                        for rank, before, count in zip(members, befores, counts, strict=False)
-                    }
+                    views, token = {}, block.queries.token
+                    for rank, number in numbers:
+                        views[rank] = block.queries._replace(token=token, rows=number, start=shards.starts[rank])
+                        token += number * branch.rate
                     found.append(Bundle(block, views, target))
     return found
 
@@ -114,7 +114,7 @@ class AllToAll(ParallelCall):
         self.steps = (Step(self.of_others(there), self.of_others(here), {}),)
 
     def forward(self, work: Work) -> Pair:
-        fields, own = self.fields.inputs, own_tensors(work)
+        fields, own = self.fields.inputs, self.own(work)
         arriving = self.arriving("forward", fields, own)
         next(arriving)
         out, lse = work.forward()
@@ -133,7 +133,7 @@ class AllToAll(ParallelCall):
         of_rows, fields = len(tensors), self.fields.rows[-len(tensors) :]
         kept, self.kept = iter(self.kept), []
         if not self.keeps:
-            tensors, fields = [*tensors, *own_tensors(work)], (*fields, *self.fields.inputs)
+            tensors, fields = [*tensors, *self.own(work)], (*fields, *self.fields.inputs)
         arriving = self.arriving("backward", fields, tensors)
         next(arriving)
         grads = work.backward(results)
@@ -149,12 +149,12 @@ class AllToAll(ParallelCall):
                 bundle.members[self.rank].of(grad, group).add_(x)
         return grads
 
-    def of_others(self, rows: Iterable[tuple[int, View]]) -> dict[int, tuple[View, ...]]:
+    def of_others(self, rows: Iterable[tuple[int, View]]) -> Peers:
         by_rank = grouped(rows, lambda pair: pair[0])
         return {rank: tuple(view for _, view in some) for rank, some in by_rank.items() if rank != self.rank}
 
     def wholes(
-        self, arriving: Iterator[dict[int, list[Part]]], fields: Fields, tensors: Sequence[Tensor]
+        self, arriving: Iterator[Came], fields: Fields, tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Bundle, list[Tensor]]]:
         """Each segment that is computed here: for each field (B, L, heads of the bundle, ...)."""
         (came,) = arriving
@@ -190,11 +190,9 @@ class AllToAll(ParallelCall):
             pieces = (torch.split(x, counts, 1) for x in tensors)
             for member, parts in zip(bundle.members, zip(*pieces, strict=True), strict=True):
                 sends[member].append(parts)
-        came = {self.rank: iter(sends.pop(self.rank))}
-        packed = {member: pack(parts, here[member], fields) for member, parts in sends.items()}
-        hop = f"hop 2 of the {direction} alltoall"
-        messages = self.transport.post(hop, packed, sizes_of(there, fields)).wait()
-        came |= {peer: iter(unpack(messages[peer], rows, fields)) for peer, rows in there.items()}
-        self.transport.release(messages)
-        for bundle in self.bundles:
-            yield bundle, next(came[bundle.target])
+        own = sends.pop(self.rank)
+        messages = {member: pack(parts, here[member], fields) for member, parts in sends.items()}
+        with self.received(self.post(f"hop 2 of the {direction}", messages, there, fields), there, fields) as came:
+            waiting = {target: iter(parts) for target, parts in (came | {self.rank: own}).items()}
+            for bundle in self.bundles:
+                yield bundle, next(waiting[bundle.target])

@@ -21,8 +21,7 @@ from dilated_attention.call import Call
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
 from dilated_attention.plan import Away, away
-from dilated_attention.ring.messages import Part, message_bytes, sizes_of, unpack
-from dilated_attention.ring.parallel import NO_STEP, ParallelCall, Step, own_tensors
+from dilated_attention.ring.parallel import NO_STEP, ParallelCall, Part, Step, message_bytes, unpack
 from dilated_attention.ring.shards import Shards
 
 
@@ -54,10 +53,9 @@ class Circulation(ParallelCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steps = steps_of(self.call, self.shards, self.name == "ring", self.rank)
-        self.keys_follow = any(step.receives for step in self.steps)
 
     def forward(self, work: Work) -> Pair:
-        arriving = self.arriving("forward", self.fields.blocks, own_tensors(work)[1:])
+        arriving = self.arriving("forward", self.fields.blocks, self.own(work)[1:])
         next(arriving)
         out, lse = work.forward()
         for step, came in zip(self.steps, arriving, strict=True):
@@ -73,21 +71,20 @@ class Circulation(ParallelCall):
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
         """What others' rows add to dq, and what other ranks add to dk and dv, is summed in float32 and added once."""
-        arriving = self.arriving("backward", self.fields.blocks, own_tensors(work)[1:])
+        arriving = self.arriving("backward", self.fields.blocks, self.own(work)[1:])
         if self.keeps:
             arriving, self.kept = iter([{}, *self.kept]), []
         next(arriving)
         grads = work.backward(results)
-        totals: tuple[Totals, Totals, Totals] = {}, {}, {}
-        before = NO_STEP, self.transport.post("", {}, {})
+        totals: list[Totals] = [{}, {}, {}]  # of dq, dk and dv
+        before = NO_STEP, self.post("nothing of the", {}, {}, ())
         for number, (step, came) in enumerate(zip(self.steps, arriving, strict=True), 1):
             sums = {
                 owner: self.gradients(work, results, step.away[owner], arrived, totals[0])
                 for owner, arrived in came.items()
             }
             self.take_sums(*before, totals)
-            hop, sizes = f"hop {number} of the gradients' {self.name}", sizes_of(step.sends, self.fields.sums)
-            before = step, self.transport.post(hop, sums, sizes)
+            before = step, self.post(f"hop {number} of the gradients'", sums, step.sends, self.fields.sums)
         self.take_sums(*before, totals)
         for grad, some, group in zip(grads, totals, (self.q_per_kv, 1, 1), strict=True):
             for rows, total in some.items():
@@ -115,11 +112,10 @@ class Circulation(ParallelCall):
                     keys.of(dv_all).add_(dv)
         return sums
 
-    def take_sums(self, step: Step, pending: Pending, totals: tuple[Totals, Totals, Totals]) -> None:
+    def take_sums(self, step: Step, pending: Pending, totals: list[Totals]) -> None:
         """Add what readers send home: readers of the same rows to one sum."""
-        messages = pending.wait()
-        for reader, parts in step.sends.items():
-            for rows, some in zip(parts, unpack(messages[reader], parts, self.fields.sums), strict=True):
-                for total, x in zip(totals[1:], some, strict=True):
-                    total[rows] = total[rows].add_(x) if rows in total else x
-        self.transport.release(messages)
+        with self.received(pending, step.sends, self.fields.sums) as came:
+            for reader, parts in step.sends.items():
+                for rows, some in zip(parts, came[reader], strict=True):
+                    for total, x in zip(totals[1:], some, strict=True):
+                        total[rows] = total[rows].add_(x) if rows in total else x

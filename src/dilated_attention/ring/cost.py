@@ -19,7 +19,6 @@ from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import Pattern
-from dilated_attention.ring.alltoall import can_deal
 from dilated_attention.ring.counts import RECEIVED, Tally, count, pairs_by_rank
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, flops_text, seconds_text
@@ -176,23 +175,11 @@ class PlanCost:
 
 
 def plan_cost(
-    pattern: Pattern,
-    seq_len: int,
-    num_ranks: int,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    batch: int = 1,
-    is_causal: bool = False,
-    has_padding: bool = False,
-    lengths: Sequence[int] | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    latency: float = 10e-6,
-    bandwidth: float = 50e9,
-    flops_per_second: float = 400e12,
-) -> PlanCost:
+    pattern: Pattern, seq_len: int, num_ranks: int, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16, batch: int = 1, is_causal: bool = False, has_padding: bool = False,
+    lengths: Sequence[int] | None = None, cu_seqlens: Sequence[int] | None = None, latency: float = 10e-6,
+    bandwidth: float = 50e9, flops_per_second: float = 400e12,
+) -> PlanCost:  # fmt: skip
     """Counts what `dilated_attention` over ``num_ranks`` ranks will send, hold and compute, forward and backward.
 
     A hop is one step of an exchange, in which ranks send and receive. The counts assume ``use_checkpointing=True`` and
@@ -269,16 +256,16 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
 
 
 def _plan(call: Call, shards: Shards, pairs: Tensor, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
-    lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
-    cost = functools.partial(_cost, call, count(call, shards, pairs), latency, bandwidth, speed)
-    names = [name for name in EXCHANGES if name != "alltoall" or can_deal(call.pattern)]
-    exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in names}
+    lengths, tallies = [stop - start for start, stop in itertools.pairwise(shards.starts)], count(call, shards, pairs)
+    cost = functools.partial(_cost, call, tallies, latency, bandwidth, speed)
+    exchanges = {name: cost(name, range(shards.ranks)) for name in tallies}
     keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize
     row, rows = call.head_dim * size, keys * call.q_per_kv
     out_sums = 0 if call.sum_dtype is call.dtype else rows * call.head_dim * exact
     memory = Memory(rows * row, keys * row, rows * exact, out_sums)
     # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the
     # least, and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
+    names = [name for name in EXCHANGES if name in exchanges]
     fitting = [name for name in names if name == "ring" or exchanges[name].held <= MOST_HELD * memory.saved]
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
     naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1

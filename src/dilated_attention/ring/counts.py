@@ -20,7 +20,7 @@ from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import together, with_keys_here
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
-from dilated_attention.ring.messages import Travelling, row_bytes
+from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
@@ -126,19 +126,18 @@ def shared_zones(shards: Shards, branch: Dilated | None) -> list[Pair]:
 
 def _in_segment(call: Call, index: int, branch: Dilated, cut: Ints) -> Needs:
     """A segment that is cut at these tokens: all that hold rows of it, or when causal all before, are needed."""
-    starts, needs = torch.tensor(cut, device="cpu"), Needs.none(len(cut) - 1)
-    others = torch.ones_like(needs.rows, dtype=torch.bool)
-    others = others.tril(-1) if call.is_causal else others.fill_diagonal_(False)
-    alike: dict[tuple[bool, ...], Tensor] = {}  # the rows of all heads that lie on the same ranks
-    for head, times in kinds_of_heads(call, index):
-        rows = times * _before(starts, branch.offset_of(head), branch.rate).diff()
-        holds = tuple((rows > 0).tolist())
-        alike[holds] = alike.get(holds, 0) + rows
-    for rows in alike.values():
-        reads = others & (rows > 0).unsqueeze(1) & (rows > 0)
-        for x, part in zip(needs, (reads, reads.any(1), reads.any(0)), strict=True):
-            x += part * rows
-    return needs
+    offsets, times = _offsets(call, index, branch)
+    rows = times * _before(torch.tensor(cut, device="cpu"), offsets, branch.rate).diff()  # (kinds of heads, ranks)
+    holds, others = (rows > 0).long(), torch.ones(len(cut) - 1, len(cut) - 1, dtype=torch.int64, device="cpu")
+    others = others.tril(-1) if call.is_causal else others.fill_diagonal_(0)
+    queries, own = (((holds @ x > 0) * rows).sum(0) for x in (others.T, others))
+    return Needs(others * (holds.T @ rows), queries, own)
+
+
+def _offsets(call: Call, index: int, branch: Dilated) -> tuple[Tensor, ...]:
+    """Where the rows of each kind of heads begin, and of how many heads, (kinds, 1)."""
+    kinds = [(branch.offset_of(head), times) for head, times in kinds_of_heads(call, index)]
+    return torch.tensor(kinds, dtype=torch.int64, device="cpu").view(-1, 2, 1).unbind(1)
 
 
 def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
@@ -230,15 +229,11 @@ def _pairs(call: Call, index: int, cut: Ints) -> Tensor:
     if branch is None:
         each = [_of_queries(call, index, *some, cut[-1])[0] for some in itertools.pairwise(cut)]
         return torch.tensor(each, dtype=torch.int64, device="cpu")
-    width, found = branch.length, tokens.new_zeros(len(cut) - 1)
+    (offsets, times), width = _offsets(call, index, branch), branch.length
     whole, rest = tokens // width, tokens % width
     length = (cut[-1] - whole * width).clamp(max=width)  # of the segment that each token is in
-    for head, times in kinds_of_heads(call, index):
-        full, earlier, every = (
-            _before(x, branch.offset_of(head), branch.rate) for x in (torch.full_like(tokens, width), rest, length)
-        )
-        found += times * (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff()
-    return found
+    full, earlier, every = (_before(x, offsets, branch.rate) for x in (torch.full_like(tokens, width), rest, length))
+    return (times * (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff()).sum(0)
 
 
 def _seen(call: Call, rows: T, every: T) -> T:

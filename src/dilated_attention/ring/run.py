@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -38,6 +37,7 @@ from dilated_attention.ring.parallel import ParallelCall
 from dilated_attention.ring.shards import Shards
 
 CALL, BACKWARD = "dilated_attention", "the backward of dilated_attention"
+ALIKE = ("dtype", "pattern", "is_causal", "scale", "dropout_p", "cu_seqlens")  # fields of a call, on all ranks
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
@@ -61,14 +61,13 @@ class Ranks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
-        cap = None if self.memory_cap is None else MemoryCap(self.memory_cap.max_bytes)
-        return replace(self, stats=Stats(), memory_cap=cap)
+        return replace(self, stats=Stats(), memory_cap=self.memory_cap and MemoryCap(self.memory_cap.max_bytes))
 
     @property
     def group(self) -> ProcessGroup | None:
         """None: this process alone. Found anew each time, as a process group can come after the module."""
-        is_there = self.parallel.group is not None or (dist.is_available() and dist.is_initialized())
-        return self.parallel.process_group() if is_there and self.ring_size != 1 else None
+        alone = self.ring_size == 1 or (self.parallel.group is None and dist.group.WORLD is None)
+        return None if alone else self.parallel.process_group()
 
     @property
     def size(self) -> int:
@@ -89,14 +88,12 @@ class Ranks:
         return None if alone else self
 
     def transport(self, device: torch.device) -> GroupTransport:
-        group = self.group
-        assert group is not None
-        return GroupTransport(group, device, self.parallel.timeout, self.parallel.debug, self.stats)
+        over = self.parallel
+        return GroupTransport(over.process_group(), device, over.timeout, over.debug, self.stats)
 
     def __repr__(self) -> str:
-        given = self.parallel.group is not None
-        ranks = f"{self.parallel.process_group().size()} ranks" if given else "default group"
-        return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else ranks}"
+        where = "default group" if self.parallel.group is None else f"{self.size} ranks"
+        return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else where}"
 
 
 def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
@@ -112,8 +109,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     with telling_ranks(ranks, inputs.q):
         if not call.kv_heads:  # compiled code around this call had no numbers for the shapes
             call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
-        transport = ranks.transport(call.device)
-        checks = Checks(transport, parallel.verify)
+        checks = Checks(ranks, call.device)
         if parallel.exchange == "alltoall" and not can_deal(call.pattern):
             raise ValueError(
                 f"exchange='alltoall' is for patterns of Dilated branches with counts='sum', got {call.pattern}: use "
@@ -124,24 +120,23 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
         fields = _fields(call, choice.name, parallel, checks.verify, wants_gradients)
     lengths, seed = checks.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
-    checks.seen.calls += 1  # two calls that look alike still have backward passes of their own
-    transport.number = checks.seen.calls
+    transport = checks.transport
+    transport.past.calls += 1  # two calls that look alike still have backward passes of their own
+    transport.number = transport.past.calls
     transport.warm_up()
     shards = Shards.of(lengths, call.cu_seqlens)
     check_cu_seqlens_end(call.cu_seqlens, shards.tokens)
     exchange = parallel.exchange or "auto"
     if exchange == "auto":
         # in the dtype that travels, and without what differs from rank to rank or is known of the shards
-        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, cu_seqlens=())
-        alike = alike._replace(device=torch.device(call.device.type))
+        device = torch.device(call.device.type)
+        alike = call._replace(dtype=call.computed, device=device, queries=0, keys=0, total=0, cu_seqlens=())
         exchange = fastest_exchange(alike, shards, transport.backend)
     kind: type[ParallelCall] = AllToAll if exchange == "alltoall" else Circulation
-    start = shards.starts[transport.rank]
+    start, keeps = shards.starts[transport.rank], wants_gradients and parallel.use_checkpointing is False
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
-    keeps = wants_gradients and parallel.use_checkpointing is False
     way = kind(placed, transport, shards, exchange, keeps)
-    out, lse = _Parallel.apply(*inputs[:4], seed, way, choice, checks)  # type: ignore[no-untyped-call]
-    return out, lse
+    return _Parallel.apply(way, choice, checks, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
@@ -149,15 +144,9 @@ def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None
 
     ``x``: a tensor of the call, on whose device the ranks are told if that can be.
     """
-    if ranks is None or (group := ranks.group) is None or group.size() == 1:
+    if ranks is None or ranks.size == 1:
         return contextlib.nullcontext()
-    parallel = ranks.parallel
-
-    def refuse(fields: Mapping[str, object]) -> None:
-        transport = GroupTransport(group, telling_device(group, x), parallel.timeout)
-        Checks(transport, parallel.verify).refuse(CALL, fields)
-
-    return telling(refuse)
+    return telling(lambda fields: Checks.of(ranks, x).refuse(CALL, fields))
 
 
 def _fields(
@@ -167,16 +156,11 @@ def _fields(
     return {
         "shape": f"(batch {call.samples}, tokens, heads {call.heads}, head_dim {call.head_dim})",
         "key heads": call.kv_heads,
-        "dtype": call.dtype,
         "device": call.device.type,
         "backend": backend,  # with device and dtype, what decides how rows are packed
         "computed in": call.computed,
-        "pattern": call.pattern,
-        "is_causal": call.is_causal,
-        "scale": call.scale,
-        "dropout_p": call.dropout_p,
+        **{name: getattr(call, name) for name in ALIKE},
         "heads": call.held,
-        "cu_seqlens": call.cu_seqlens,
         "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": parallel.exchange or "auto",
         "use_checkpointing": parallel.use_checkpointing is not False,
@@ -186,24 +170,18 @@ def _fields(
     }
 
 
-@dataclass
-class _Seen:
-    """What the checked calls over a group were, for those that are not checked."""
-
-    checks: int = 0
-    calls: int = 0  # that all ranks agreed on, checked or not
-    lengths: set[Ints] = field(default_factory=set)  # of all shards
-
-
-_seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
-
-
 class Checks:
     """Whether and how the ranks compare what they are about to do."""
 
-    def __init__(self, transport: GroupTransport, verify: str | None) -> None:
-        self.transport, self.seen = transport, _seen.setdefault(transport.group, _Seen())
-        self.verify = verify or ("always" if transport.agrees_on_host else "first")
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.transport = ranks.transport(device)
+        self.past = self.transport.past
+        self.verify = ranks.parallel.verify or ("always" if self.transport.agrees_on_host else "first")
+
+    @classmethod
+    def of(cls, ranks: Ranks, x: object) -> Checks:
+        """For what is said before there is a call: on the device of x, a tensor of it, if that can be."""
+        return cls(ranks, telling_device(ranks.parallel.process_group(), x))
 
     @property
     def is_due(self) -> bool:
@@ -211,11 +189,11 @@ class Checks:
 
         With shards of several lengths every call is: one rank's own length does not tell it those of the others.
         """
-        return self.verify == "always" or self.seen.checks < FIRST_CALLS or len(self.seen.lengths) != 1
+        return self.verify == "always" or self.past.checks < FIRST_CALLS or len(self.past.lengths) != 1
 
     def ask(self, *given: Any, **more: Any) -> Agreement:
         """As the function, counted."""
-        self.seen.checks += 1
+        self.past.checks += 1
         return ask(self.transport, *given, **more)
 
     def refuse(self, call: str, fields: Mapping[str, object]) -> None:
@@ -228,18 +206,16 @@ class Checks:
         rank = self.transport.rank
         if self.is_due:
             agreement = self.ask(CALL, fields, length, 0 if seed is None else int(seed.item()))
-            self.seen.lengths.add(agreement.lengths)
+            self.past.lengths.add(agreement.lengths)
             return agreement.lengths, None if seed is None else torch.full_like(seed, agreement.seeds[0])
-        (known,) = self.seen.lengths
+        (known,) = self.past.lengths
         if length != known[rank]:
             raise ValueError(
                 f"rank {rank} has {length} tokens and had {known[rank]} in all checked calls over this group; later "
                 "ones are not checked: for shards that vary in length give verify='always'"
             )
         if seed is not None:  # it stays on the device: reading it would make the host wait
-            others = self.transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
-            if rank:
-                seed = others[0].view(torch.int64)[0].to(seed.device)
+            seed = self.transport.from_all("the seed", seed)[0]
         return known, seed
 
     def agree_on_backward(self, way: ParallelCall, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
@@ -269,14 +245,11 @@ class _Parallel(torch.autograd.Function):
     """A call over ranks as one node. Rows that are kept are saved tensors, which checkpoints drop and make again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall,
-        choice: Choice, checks: Checks,
-    ) -> Pair:  # fmt: skip
+    def forward(ctx: Any, way: ParallelCall, choice: Choice, checks: Checks, *inputs: Any) -> Pair:
         with way.transport.closed_on_error():
-            out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way, choice)
+            out, lse = run.forward(way.call, Inputs(*inputs), way, choice)
         kept, ctx.kept_as = tree_flatten(way.kept)
-        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *kept)
+        ctx.save_for_backward(*inputs, out, lse, *kept)
         ctx.way, ctx.checks, way.kept = way, checks, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
@@ -292,4 +265,4 @@ class _Parallel(torch.autograd.Function):
         dlse = ctx.checks.agree_on_backward(way, dlse, lse)
         with way.transport.closed_on_error():
             grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
-        return (*grads, None, None, None, None, None), (q, k, v)
+        return (None, None, None, *grads, None, None), (q, k, v)

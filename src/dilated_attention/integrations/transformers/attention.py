@@ -16,7 +16,6 @@ from transformers.utils import output_capturing
 from dilated_attention import functional
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import warn
-from dilated_attention.distributed.group import telling_device
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import ALL, is_first, pattern_of
 from dilated_attention.integrations.transformers.grid import RESET, Grid, taken
@@ -197,7 +196,7 @@ def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> Non
     over = Ranks.of(group)
     if over is None or (ranks := over.group) is None:
         return
-    checks, n = Checks(over.transport(telling_device(ranks, positions)), over.parallel.verify), positions.shape[1]
+    checks, n = Checks.of(over, positions), positions.shape[1]
     if not checks.is_due:
         return
     ends = None if documents is None else documents.tolist()
