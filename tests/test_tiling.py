@@ -25,7 +25,8 @@ from dilated_attention.backends.triton.strips import launches as launches_of
 from dilated_attention.backends.triton.strips import work
 from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
 from dilated_attention.backends.triton.tiling import Nest, Nests, tiling
-from dilated_attention.call import Call, Heads
+from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from tests.cases import UNIONS
 from tests.drawn import few
 
@@ -168,7 +169,7 @@ def test_any_table(seed: int) -> None:
 # --- which branches go together ---------------------------------------------------------------------------------
 
 
-def call_of(pattern: DilatedPattern, heads: Heads, is_causal: bool = False, alone: bool = False) -> Call:
+def call_of(pattern: DilatedPattern, heads: Ints, is_causal: bool = False, alone: bool = False) -> Call:
     """``alone``: with dropout."""
     first, held, total = heads
     return Call(
@@ -205,7 +206,7 @@ PAPER = (2048, 4096, 8192, 16384, 32768)
 def test_what_is_launched_together(
     rule: str, widths: Numbers, rates: Numbers, heads: Numbers, alone: bool, expected: str
 ) -> None:
-    call = call_of(DilatedPattern(rule, widths, rates), Heads(*heads), alone=alone)
+    call = call_of(DilatedPattern(rule, widths, rates), heads, alone=alone)
     names = {branch: str(index) for index, branch in enumerate(zip(widths, rates, strict=True))}
 
     def told(nest: Nest) -> str:
@@ -236,7 +237,7 @@ def test_branches_share_a_table_where_that_is_less_work(widths: Numbers, rates: 
     """Rows that take part in many branches are few in a segment, and fill their tiles badly where it is short."""
     together = pairs_of_tiles(widths, rates, widths[-1], is_causal)
     apart = sum(pairs_of_tiles((w,), (r,), widths[-1], is_causal) for w, r in zip(widths, rates, strict=True))
-    call = call_of(DilatedPattern.longnet(widths, rates), Heads(0, 1, 1), is_causal)
+    call = call_of(DilatedPattern.longnet(widths, rates), (0, 1, 1), is_causal)
     taken = launches(call)
     done = sum(pairs_of_tiles(c.widths, c.rates, widths[-1], is_causal) for (c,) in taken)
     assert done <= min(together, apart) * 1.05
@@ -254,7 +255,7 @@ def demand(nests: Nests, **given: Any) -> Demand:
 
 
 def nested(widths: list[int], rates: list[int], heads: int = 5) -> Nests:
-    (nests,) = launches(call_of(DilatedPattern.longnet(widths, rates), Heads(0, heads, heads), True))
+    (nests,) = launches(call_of(DilatedPattern.longnet(widths, rates), (0, heads, heads), True))
     return nests
 
 

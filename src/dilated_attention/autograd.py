@@ -67,8 +67,7 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> Pair:
-        is_mapped = inputs.q.shape[0] != self.call.samples  # by vmap, which gives more samples
-        return run.forward(self.call.now(inputs.q) if is_mapped else self.call, inputs)
+        return run.forward(self.call.now(inputs.q), inputs)  # vmap gives more samples
 
     def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
         return run.backward(self.call.now(saved[0]), Inputs(*saved[:INPUTS]), *saved[INPUTS:], *sent)
@@ -276,14 +275,12 @@ def _autograd_forward(keyset: Any, *given: Any) -> Pair:
 
 def _autograd_backward(keyset: Any, *given: Any) -> Gradients:
     """The same for the backward pass; whoever differentiates it gets an error."""
-    dout, dlse, saved, *_ = given
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved))
-    if is_plain(dout, dlse, *saved[:3]) and not wanted:
+    dout, dlse, saved, *packed = given
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved)):
+        return Backward.apply(*saved, dout, dlse, Registered(keyset, packed))  # type: ignore[no-any-return, no-untyped-call]
+    if is_plain(dout, dlse, *saved[:3]):
         return _backward(*given)
-    grads: Gradients = _below_autograd(torch.ops.dilated_attention.backward_2.default, keyset, *given)
-    if wanted:
-        return Refusing.apply(NOT_TWICE, len(grads), *grads, dout, dlse, *saved)  # type: ignore[no-any-return, no-untyped-call]
-    return grads
+    return _below_autograd(torch.ops.dilated_attention.backward_2.default, keyset, *given)  # type: ignore[no-any-return]
 
 
 def _refuse_transforms(*_: Any) -> Any:

@@ -8,6 +8,7 @@ Legend: B samples, n tokens here, H query heads, Hk key/value heads, D head dim;
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import NamedTuple
@@ -80,17 +81,12 @@ class View(NamedTuple):
             self.row_step // whole.row_step, head, self.heads, self.head_step // whole.head_step, 0,
         )  # fmt: skip
 
-    def part(self, first: int, count: int, head: int, heads: int) -> View:
-        """Some of the batch, [first, first + count), and some heads. Whole samples, or segments of one sample."""
-        view = self._replace(
-            head=self.head + head * self.head_step, heads=heads, token=self.token + head * self.token_step
-        )
-        if self.segments == 1:
-            return view._replace(sample=self.sample + first, samples=count)
-        sample, segment = divmod(first, self.segments)
-        token = view.token + segment * self.segment_step
-        samples, segments = (count // self.segments, self.segments) if count >= self.segments else (1, count)
-        return view._replace(sample=self.sample + sample, samples=samples, token=token, segments=segments)
+    def part(self, samples: range, segments: range, heads: range) -> View:
+        return self._replace(
+            sample=self.sample + samples.start, samples=len(samples), segments=len(segments), heads=len(heads),
+            token=self.token + segments.start * self.segment_step + heads.start * self.token_step,
+            head=self.head + heads.start * self.head_step,
+        )  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -148,23 +144,21 @@ class Block(NamedTuple):
             most = max(1, min(most, rows // (self.queries.rows * most_heads)))
         if (most_heads, most) == (self.heads, self.batch):
             return [self]
-        segments = self.queries.segments
-        if self.queries.samples > 1 < segments:  # a part has whole samples, or is inside of one
-            if most < segments:
-                one_by_one = [self._part(at, at + segments, 0, self.heads) for at in range(0, self.batch, segments)]
-                return [part for one in one_by_one for part in one.cut(rows, heads, batch)]
-            most -= most % segments
+        view = self.queries
+        parts = itertools.product(  # each has whole samples, or is inside of one
+            _cut(view.samples, max(1, most // view.segments)), _cut(view.segments, most), _cut(self.heads, most_heads)
+        )
         return [
-            self._part(first, min(first + most, self.batch), head, min(head + most_heads, self.heads))
-            for first in range(0, self.batch, most)
-            for head in range(0, self.heads, most_heads)
-        ]
+            self._replace(
+                queries=view.part(*part), keys=self.keys.part(*part),
+                origin=self.origin + part[1].start * view.segment_step,
+            )
+            for part in parts
+        ]  # fmt: skip
 
-    def _part(self, first: int, stop: int, head: int, last: int) -> Block:
-        segment = 0 if self.queries.segments == 1 else first % self.queries.segments
-        shift = segment * self.queries.segment_step
-        queries, keys = (view.part(first, stop - first, head, last - head) for view in (self.queries, self.keys))
-        return self._replace(queries=queries, keys=keys, origin=self.origin + shift)
+
+def _cut(count: int, most: int) -> list[range]:
+    return [range(count)[first : first + most] for first in range(0, count, most)]
 
 
 # --- heads that one view takes ------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_effici
 from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.branches import Branch
-from dilated_attention.branches.union import Part
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern, Pattern, read_pattern
+from dilated_attention.shown import Part
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 KERNELS = ("flash", "cudnn", "efficient")  # of torch
@@ -27,14 +27,6 @@ DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
 
 CuSeqlens = Sequence[int] | Tensor  # where packed sequences begin, and the end of the last
 Settings = tuple[bool, tuple[str, ...], str | None, bool]  # of torch, as the last fields of a `Call` have them
-
-
-class Heads(NamedTuple):
-    """Which key/value heads a process holds: all, unless heads too are split over processes."""
-
-    first: int
-    held: int
-    total: int
 
 
 class Call(NamedTuple):
@@ -120,13 +112,13 @@ class Call(NamedTuple):
         return accumulate_dtype(self.dtype)
 
     @property
-    def held(self) -> Heads:
-        """Which key/value heads are here."""
-        return Heads(self.first_head, self.kv_heads, self.total_heads or self.kv_heads)
+    def model_heads(self) -> int:
+        """The key/value heads of all processes."""
+        return self.total_heads or self.kv_heads
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        return self.pattern.branches_for(self.held.total)
+        return self.pattern.branches_for(self.model_heads)
 
     @property
     def borders(self) -> Ints:
@@ -140,11 +132,11 @@ class Call(NamedTuple):
 
     def looks(self, head: int) -> Ints:
         """`Pattern.looks` of a head, as counted here."""
-        return self.pattern.looks(self.first_head + head, self.held.total)
+        return self.pattern.looks(self.first_head + head, self.model_heads)
 
     def parts(self, index: int, head: int, queries: range, n: int) -> Iterator[Part]:
         """`Pattern.parts` of a branch and a head, as counted here."""
-        given = self.held.total, self.is_causal, self.drops
+        given = self.model_heads, self.is_causal, self.drops
         return self.pattern.parts(index, self.first_head + head, queries, n, *given)
 
     def of(self, query: Tensor, key: Tensor, padding: Tensor | None, start: int) -> Call:

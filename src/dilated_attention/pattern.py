@@ -111,11 +111,12 @@ class Pattern(Shown):
         if "rule" in given:
             return DilatedPattern(**given)
         branches = []
-        for fields in given["branches"]:
-            kind = KINDS.get(fields["kind"])
-            if kind is None:
-                raise ValueError(f"unknown kind of branch {fields['kind']!r}: use one of {', '.join(KINDS)}")
-            branches.append(kind(**{name: value for name, value in fields.items() if name != "kind"}))
+        for some in given["branches"]:
+            fields = {**some}
+            kind = fields.pop("kind")
+            if kind not in KINDS:
+                raise ValueError(f"unknown kind of branch {kind!r}: use one of {', '.join(KINDS)}")
+            branches.append(KINDS[kind](**fields))
         return Pattern(branches, counts=given.get("counts", "once"))
 
     @property
@@ -373,7 +374,7 @@ def read_pattern(text: str) -> Pattern:
     """The pattern with this `Pattern.text`."""
     if text.startswith("{"):
         return Pattern.from_dict(json.loads(text))
-    rule, lengths, rates, mixing = text.split(" ")
-    numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
+    rule, *lists, mixing = text.split(" ")
+    lengths, rates = (json.loads(f"[{some}]") for some in lists)
     # not by `of`, which would warn again of what the caller was told when the pattern was made
-    return DilatedPattern(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
+    return DilatedPattern(cast(Rule, rule), lengths, rates, cast(MixingGradient, mixing))

@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 import dilated_attention
 from dilated_attention import ContextParallel, DilatedPattern, RingMultiheadDilatedAttention, testing
 from dilated_attention.backends import sdpa
-from dilated_attention.call import Heads
 from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.distributed.group import CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
@@ -289,7 +288,7 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any], Any, Any]] = [
     ("key heads", {}, {"kv_heads": 2}, 4, 2),
     ("key_padding_mask", {}, {"mask": True}, "not given", "given"),
     ("gradients", {}, {"requires_grad": False}, "wanted", "not wanted"),
-    ("heads", {}, {"part": (4, 8)}, Heads(0, 4, 4), Heads(4, 4, 8)),
+    ("heads", {}, {"part": (4, 8)}, "4 from 0 on, of 4", "4 from 4 on, of 8"),
     ("backend", {}, {"backend": "eager"}, "sdpa", "eager"),
     *(
         (name, {name: usual}, {name: odd}, usual, odd)

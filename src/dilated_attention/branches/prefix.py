@@ -111,9 +111,7 @@ class Global(Branch):
 
     def kept(self, head: int) -> Kept:
         """Queries up to the last of these tokens may see all before them, and later ones see none after it."""
-        if isinstance(self.tokens, int):
-            return Kept(most=self.tokens)
-        return Kept(most=max(self.tokens, default=-1) + 1, asks=True)
+        return Kept(most=self.repeats()[0], asks=not isinstance(self.tokens, int))
 
 
 @functools.lru_cache(maxsize=64)

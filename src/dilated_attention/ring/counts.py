@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import Rows, grouped
-from dilated_attention.branches.union import Part, count_pairs, moved_to
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import together, with_keys_here
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
+from dilated_attention.shown import Part, count_pairs, moved_to
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
 # most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of

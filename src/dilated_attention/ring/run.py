@@ -160,7 +160,7 @@ def _fields(
         "backend": backend,  # with device and dtype, what decides how rows are packed
         "computed in": call.computed,
         **{name: getattr(call, name) for name in ALIKE},
-        "heads": call.held,
+        "heads": f"{call.kv_heads} from {call.first_head} on, of {call.model_heads}",
         "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": parallel.exchange or "auto",
         "use_checkpointing": parallel.use_checkpointing is not False,

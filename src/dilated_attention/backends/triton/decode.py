@@ -46,7 +46,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
         return out, lse
     group = heads // kv_heads
     c = configure(call) if config is None else config
-    rects = endless(call.pattern, call.held.total)
+    rects = endless(call.pattern, call.model_heads)
     ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
     tiles = triton.cdiv(group * queries, c.rows)
     parts, part_lse = out, lse
@@ -88,7 +88,7 @@ def configure(call: Call) -> DecodeConfig:
 
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-    rects = endless(call.pattern, call.held.total)
+    rects = endless(call.pattern, call.model_heads)
     return max(
         sum(_tiles(rect, call, keys) for rect in rects if rect.head <= head < rect.stop)
         for head in {rect.head for rect in rects}

@@ -81,7 +81,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) ->
         some = inputs._replace(q=inputs.q[:, :, rows], k=inputs.k[:, :, kv], v=inputs.v[:, :, kv])
         part = call._replace(
             heads=(last - first) * group, kv_heads=last - first, first_head=call.first_head + first,
-            total_heads=call.held.total,
+            total_heads=call.model_heads,
         )  # fmt: skip
         _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, is_part=True))
     return out, lse
