@@ -74,7 +74,9 @@ def cheap_idling() -> Iterator[None]:
     """Of a process with thousands of tests and many ranks."""
     gc.freeze()  # what was imported and collected so far is never freed: gc.collect() takes half a second to see that
     yield
-    ranks.renew_pools()
+    for pool in ranks.POOLS.values():
+        if pool.used and not pool.broken:
+            pool.join()  # groups that calls made end, with their polling threads
 
 
 @pytest.fixture(scope="module")

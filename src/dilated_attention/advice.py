@@ -184,7 +184,6 @@ def _reasons(pattern: Pattern, workload: Workload) -> Iterator[str]:
 
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
-    """What it costs, one line each."""
     tokens, heads = workload.tokens, workload.heads
     pairs, dense = (
         x.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=workload.is_causal)

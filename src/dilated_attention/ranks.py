@@ -137,26 +137,19 @@ class Pool:
         return Outcome(rank, None, error, lost, seconds, process.exitcode)
 
 
-_pools: dict[int, Pool] = {}
+POOLS: dict[int, Pool] = {}
 
 
 def pool(size: int) -> Pool:
     """The pool of that size: it is made at first use, made anew if broken, and closed at exit."""
-    if size not in _pools or _pools[size].broken:
-        _pools[size] = Pool(size)
-    return _pools[size]
-
-
-def renew_pools() -> None:
-    """Fresh groups: those that calls made end, with their polling threads."""
-    for ranks in _pools.values():
-        if ranks.used and not ranks.broken:
-            ranks.join()
+    if size not in POOLS or POOLS[size].broken:
+        POOLS[size] = Pool(size)
+    return POOLS[size]
 
 
 @atexit.register
 def close_pools() -> None:
-    for ranks in _pools.values():
+    for ranks in POOLS.values():
         ranks.close()
 
 

@@ -132,10 +132,11 @@ def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> S
 
 
 def _ours(rule: str, how: str, setting: Setting) -> Subject:
-    made = _function(partial(dilated_attention, backend="auto" if how == COMPILED else how), rule, setting)
+    if how != COMPILED:
+        return _function(partial(dilated_attention, backend=how), rule, setting)
+    made = _function(dilated_attention, rule, setting)
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
-    compiled = partial(torch.compile, fullgraph=True, dynamic=False)
-    return replace(made, attention=compiled(made.attention)) if how == COMPILED else made
+    return replace(made, attention=torch.compile(made.attention, fullgraph=True, dynamic=False))
 
 
 def _dense(setting: Setting, **options: Any) -> Subject:

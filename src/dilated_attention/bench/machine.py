@@ -29,6 +29,12 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Everything a result must carry; ``commit`` is for trees that came without their .git."""
     cpu, (first, *words) = cpu_model(), sys.orig_argv[1:] or [""]
     typed = ["python", os.path.relpath(first) if os.path.isabs(first) else first, *words]  # a script as seen from here
+    ours, python = dilated_attention.__version__, platform.python_version()
+    versions = {"dilated_attention": ours, "python": python, "torch": torch.__version__}
+    if device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        with contextlib.suppress(PackageNotFoundError):
+            versions["triton"] = version("triton")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(typed),
@@ -39,18 +45,8 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
         "system": platform.platform(),
-        "versions": versions(device),
+        "versions": versions,
     }
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    ours, python = dilated_attention.__version__, platform.python_version()
-    found = {"dilated_attention": ours, "python": python, "torch": torch.__version__}
-    if device.type == "cuda":
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
-        with contextlib.suppress(PackageNotFoundError):
-            found["triton"] = version("triton")
-    return found
 
 
 def cpu_model() -> str:

@@ -82,10 +82,6 @@ def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float
         call()
         synchronise(device)
     spent = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-    times = [
-        (event.key, event.count, getattr(event, spent) / 1e3)
-        for event in recorded.key_averages()
-        if event.device_type.name == device.type.upper()
-        and not getattr(event, "is_user_annotation", False)  # those enclose kernels that are listed themselves
-    ]
-    return sorted(times, key=lambda entry: -entry[2])
+    there = [event for event in recorded.key_averages() if event.device_type.name == device.type.upper()]
+    own = [event for event in there if not getattr(event, "is_user_annotation", False)]  # those enclose listed kernels
+    return sorted(((x.key, x.count, getattr(x, spent) / 1e3) for x in own), key=lambda entry: -entry[2])

@@ -88,7 +88,6 @@ def _leaf(value: Any) -> Any:
 
 
 def _check(value: Any, spec: Any, place: str = "") -> None:
-    """An error that says what is wrong first, and where."""
     if isinstance(spec, tuple):
         if value is None:
             return
@@ -135,11 +134,8 @@ def first_line(error: object) -> str:
 
 
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
-        for name, error in errors.items()
-        if not float(error) <= float(limits[name])
-    ]
+    pairs = [(name, float(error), float(limits[name])) for name, error in errors.items()]
+    return [f"{name} off by {error:.1e}, allowed {limit:.1e}" for name, error, limit in pairs if not error <= limit]
 
 
 def share_of_limit(error: float, limit: float) -> float:

@@ -218,11 +218,10 @@ def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Reco
 
 def _guarded(measure: Measure, record: Record) -> Sequence[float]:
     """A call that fails while it is timed is out, and the others go on."""
-    if not record["status"]:
-        try:
-            return measure()
-        except ERRORS as error:
-            _fail([record], error)
+    try:
+        return [math.inf] if record["status"] else measure()
+    except ERRORS as error:
+        _fail([record], error)
     return [math.inf]  # so that it is asked no more
 
 

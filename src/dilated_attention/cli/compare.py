@@ -79,6 +79,5 @@ def _row(change: Change) -> list[str]:
 
 
 def summary(regression: Regression) -> str:
-    """How many of each kind of change."""
     count = Counter(change.verdict for change in regression.changes)
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"

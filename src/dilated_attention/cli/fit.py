@@ -22,7 +22,6 @@ from dilated_attention.cli.options import option
 
 
 def share(text: str) -> float:
-    """More than 0, and at most 1."""
     try:
         if 0 < (found := Fraction(text)) <= 1:
             return float(found)

@@ -52,10 +52,8 @@ def run(given: Namespace) -> None:
     drawn = torch.Generator(where).manual_seed(given.seed)
     how = {"temperature": given.temperature, "generator": drawn, "stop": None if tokenizer else BEGIN}
     new = model.generate_tokens([ids], given.max_new_tokens, **how)[0].tolist()
-    if tokenizer is None:
-        text = bytes(x for x in [*ids, *new] if x < BEGIN).decode(errors="replace")
-    else:
-        text = tokenizer.decode([*ids, *new])
+    every = [*ids, *new]
+    text = tokenizer.decode(every) if tokenizer else bytes(x for x in every if x < BEGIN).decode(errors="replace")
     if given.json:
         print_json({"checkpoint": said, "step": found.get("step"), "text": text, "prompt_tokens": ids, "tokens": new})
     else:

@@ -45,10 +45,8 @@ def run(given: Namespace) -> None:
     if given.json:
         print_json({"options": said, "suggestion": found})
         return
-    words = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
-        for name, value in said.items()
-    ]
+    named = {f"--{name.replace('_', '-')}": value for name, value in said.items()}
+    words = [name if value is True else f"{name} {shlex.quote(str(value))}" for name, value in named.items()]
     console().print(f"{found}\n\nto see its costs and a picture of it:")
     for command, some in (("plan", words), ("show", words[:-4])):  # a picture has no dimension, dtype, batch and ranks
         # a shell joins lines that end in a backslash

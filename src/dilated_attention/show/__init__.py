@@ -30,7 +30,6 @@ def plot(pattern: Pattern, tokens: int | None = None, heads: int | None = None, 
 
 
 def save(view: View, file: Path) -> None:
-    """Write a page (.html) or a picture (.svg, .png)."""
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")

@@ -22,7 +22,6 @@ def _margin(tokens: int) -> int:
 
 
 def cells_in(console: Console, tokens: int) -> int:
-    """How many cells fit beside each other."""
     return max(1, min(MOST_CELLS, (console.width - _margin(tokens)) // 2))
 
 

@@ -181,7 +181,6 @@ class View:
         return f"{_many(self.tokens, 'token')}, {_many(self.heads, 'head')}{shared}, {causal}{drawn}"
 
     def caption(self, colour: Colour) -> str:
-        """What the cells and their colours mean."""
         size, said = self.cell_size, "A coloured cell is a key that the query sees."
         if size > 1:
             shade = "Its shade is the largest share of its pairs that one branch shows."

@@ -139,7 +139,6 @@ class KVCache:
                 self.keep_chunk(k[samples, :n], v[samples, :n], first, samples)
 
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
-        """Where the next token of each sample belongs, and what it sees, by each table."""
         return [table.slot(at, count) for table in self.tables]
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float | None, backend: Backend) -> Pair:

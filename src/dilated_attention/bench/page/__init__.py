@@ -191,7 +191,6 @@ def _environment(results: Record) -> Record:
 
 
 def csv_text(measurements: Iterable[Record]) -> str:
-    """The measurements as CSV, one per line."""
     written = io.StringIO()
     rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
     rows.writeheader()

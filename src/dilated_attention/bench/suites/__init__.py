@@ -28,10 +28,8 @@ PLANS: dict[str, Callable[[Session], list[Step]]] = {
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")
 PREVIOUS = "previous.json"
-DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-}
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = {"cpu": (torch.float32, *HALVES), "cuda": (*HALVES, torch.float32)}
 
 
 def named(given: Iterable[str]) -> list[str]:

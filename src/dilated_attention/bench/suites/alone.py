@@ -121,11 +121,10 @@ def of_stream(session: Session, causal: bool) -> Iterator[Row]:
     small = session.setting(1, heads=HEADS, causal=causal).checks()[0]
     odd, (qkv, _) = small.pattern("longnet"), small.inputs()
     chunks = zip(*(torch.split(x, 100, dim=1) for x in qkv), strict=True)
-    if session.rows_are_right("stream", torch.cat([*stream(chunks, odd, is_causal=causal)], 1), qkv, odd, causal)[0]:
-        yield measure_stream(session, causal)
-
-
-def measure_stream(session: Session, causal: bool) -> Row:
+    if not session.rows_are_right("stream", torch.cat([*stream(chunks, odd, is_causal=causal)], 1), qkv, odd, causal)[
+        0
+    ]:
+        return
     (tokens, size), device, spent, found = SIZES[session.device.type], session.device, 0.0, []
     count = tokens // size
     checked = {index * (count - 1) // (CHECKED - 1) for index in range(CHECKED)}  # the first and the last among them
@@ -147,7 +146,7 @@ def measure_stream(session: Session, causal: bool) -> Row:
     peak = torch.cuda.max_memory_allocated(device) / GIB if session.on_cuda else None
     is_right, errors = all(right for right, _ in found), max(error for _, error in found)
     figures = [spent, tokens / spent / 1e6, flops / spent / 1e12, peak] if is_right else [None] * 4
-    return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, errors]
+    yield [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, errors]
 
 
 COUNT = 64
