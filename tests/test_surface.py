@@ -60,7 +60,6 @@ def test_the_old_names_still_import() -> None:
     for name in compat.__all__:
         assert getattr(dilated_attention, name) is getattr(compat, name)
         assert name not in {*PUBLIC, *dilated_attention.nn.__all__}
-    assert sorted(compat.__all__) == sorted(dilated_attention._OLD)
     assert len(compat.__all__) == 7
 
 

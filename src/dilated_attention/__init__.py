@@ -13,11 +13,6 @@ __all__ = [
     "dilated_attention", "explain", "gather_sequence", "global_mean", "global_mean_for_ddp", "local_positions",
     "naming_lost_ranks", "plan_cost", "shard_sequence", "stream",
 ]  # fmt: skip
-# of dilated_attention.compat: they can be imported from here, and are not shown
-_OLD = (
-    "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective", "sequence_mean",
-)  # fmt: skip
 
 
 def _is_own_command() -> bool:
@@ -31,7 +26,7 @@ def _is_own_command() -> bool:
 if TYPE_CHECKING or not _is_own_command():
     from dilated_attention.branches import Blocks, Dense, Dilated, Global, Prefix, Strided, Window
     from dilated_attention.checks import DilatedAttentionWarning
-    from dilated_attention.compat import *  # noqa: F403
+    from dilated_attention.compat import *  # noqa: F403 - old names can be imported from here, and are not shown
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
     from dilated_attention.distributed.sequence import (
@@ -55,15 +50,14 @@ if TYPE_CHECKING or not _is_own_command():
 else:
     _HOMES = (
         "branches", "pattern", "functional", "nn", "context_parallel", "streaming.chunks", "checks",
-        "ring.cost", "distributed.group", "distributed.sequence", "compat",
+        "ring.cost", "distributed.group", "distributed.sequence",
     )  # fmt: skip
 
     def __getattr__(name: str) -> object:
-        if name in (*__all__, *_OLD):
-            for home in _HOMES:
-                found = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
-                if found is not None:
-                    return found
+        for home in _HOMES if name in __all__ else ():
+            found = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
+            if found is not None:
+                return found
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

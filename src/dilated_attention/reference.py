@@ -67,8 +67,7 @@ def attention(
     extra = [zeros.log(), *([] if sinks is None else [sinks.to(scores.dtype)[:, None, None]])]
     extra = [x.expand(*scores.shape[:3], 1) for x in extra]
     scores = torch.cat([scores.masked_fill(count == 0, -torch.inf), *extra], -1)
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights, others = torch.split((scores - top).exp(), [tokens, len(extra)], -1)
     total = (count * weights).sum(-1, keepdim=True) + others.sum(-1, keepdim=True)
     empty = total == 0
