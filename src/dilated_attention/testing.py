@@ -57,23 +57,18 @@ def make_qkv(
     generator = torch.Generator(device).manual_seed(seed)
     counts = [heads, *[heads if kv_heads is None else kv_heads] * 2]
 
-    def made(h: int) -> Tensor:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
 
-        match layout:
-            case "transposed":
-                return draw(samples, h, tokens, head_dim).transpose(1, 2)
-            case "expanded":
-                return draw(1, tokens, 1, head_dim).expand(samples, -1, h, -1)
-            case "odd":
-                return draw(samples, tokens, h, 2 * head_dim + 1)[..., 1::2]
-            case "contiguous" | "fused":
-                return draw(samples, tokens, h, head_dim)
-            case _:
-                raise ValueError(f"unknown layout {layout!r}")
-
-    q, k, v = torch.split(made(sum(counts)), counts, dim=2) if layout == "fused" else map(made, counts)
+    ways: dict[str, Callable[[int], Tensor]] = {
+        "contiguous": lambda h: draw(samples, tokens, h, head_dim),
+        "transposed": lambda h: draw(samples, h, tokens, head_dim).transpose(1, 2),
+        "expanded": lambda h: draw(1, tokens, 1, head_dim).expand(samples, -1, h, -1),
+        "odd": lambda h: draw(samples, tokens, h, 2 * head_dim + 1)[..., 1::2],
+    }
+    if layout not in {"fused", *ways}:
+        raise ValueError(f"unknown layout {layout!r}")
+    q, k, v = map(ways[layout], counts) if layout in ways else torch.split(ways["contiguous"](sum(counts)), counts, 2)
     return q, k, v
 
 
