@@ -153,26 +153,23 @@ class Stream:
         if call.is_causal or call.adds_zeros or self.ahead != self.cache.period:
             choose(call._replace(in_parts=True))  # a backend that takes only whole calls says so now
 
-    def held_bytes(self) -> int:
-        """At the most; of rows that have no limit, those of the tokens so far."""
+    def check_held(self) -> None:
+        """Raise if the most that is held from one chunk to the next does not fit; of rows that have no limit, those of
+        the tokens so far."""
         call, tokens = self.call, min(self.cache.full, self.most)
         tokens = self.position if tokens == FOREVER else tokens
         rows = self.cache.rows_for(tokens) if self.ahead != self.cache.period else 0
         rows = 2 * rows + min(self.ahead, self.most) * (call.heads + 2 * call.kv_heads)
-        return rows * call.samples * call.head_dim * call.dtype.itemsize
-
-    def check_held(self) -> None:
-        """Raise if what is held from one chunk to the next does not fit."""
-        held, limit = self.held_bytes(), self.limit
-        if limit is None or held <= limit:
+        held = rows * call.samples * call.head_dim * call.dtype.itemsize
+        if self.limit is None or held <= self.limit:
             return
         what, causal = "the longest segment", "is_causal=True, "
-        if self.call.is_causal:
+        if call.is_causal:
             what, causal = "the keys and values that later tokens see", ""
         raise ValueError(
-            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
-            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
-            "num_tokens"
+            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {self.limit:,}: use shorter "
+            f"segments, {causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its "
+            "segments, give num_tokens"
         )
 
     def take(self, *qkv: Tensor) -> None:

@@ -36,7 +36,7 @@ class Table:
         """``branches``: by their numbers in the pattern. ``tokens``: there is room for sequences so long."""
         self.heads, self.branches, self.once = heads, branches, pattern.counts == "once"
         kept = [[branch.kept(head) for branch in branches.values()] for head in heads]
-        self.listed, self.asks = kept, [one.asks for one in kept[0]]
+        self.listed = kept
         with torch.inference_mode(False):
             self.head = torch.tensor(heads, device=device)
             self.kept: Any = Kept(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
@@ -70,7 +70,7 @@ class Table:
         since = torch.where(kept.anew > 0, at % kept.period, at).masked_fill(absent & (kept.among > 0), -1)
         distance = self.distance(place, self._spread)
         hidden = distance > since[:, :, self.number]
-        if self.once or any(self.asks):
+        if self.once or any(one.asks for one in self.listed[0]):
             self._ask(at, (at - distance).clamp(min=0), hidden)
         if count is not None:
             hidden |= (count == 0)[:, None, None]
@@ -81,9 +81,9 @@ class Table:
     def _ask(self, at: Tensor, token: Tensor, hidden: Tensor) -> None:
         """Hide what only a branch's definition can tell, and what an earlier branch shows, where it counts."""
         head, end = self.head.unsqueeze(1), 0
-        for branch, asks, size in zip(self.branches.values(), self.asks, self.sizes, strict=True):
+        for branch, kept, size in zip(self.branches.values(), self.listed[0], self.sizes, strict=True):
             begin, end = end, end + size
-            if asks:
+            if kept.asks:
                 hidden[:, :, begin:end] |= ~branch.sees(head, at, token[:, :, begin:end])
             if self.once and end < len(self.number):
                 hidden[:, :, end:] |= branch.sees(head, at, token[:, :, end:])
