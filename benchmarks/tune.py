@@ -212,7 +212,7 @@ class Problem(NamedTuple):
 
     def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
-        from dilated_attention.backends.triton import launch, strips, whole_call
+        from dilated_attention.backends.triton import launch, strips
 
         q, k, v, dout = self.inputs
         found = self.results
@@ -223,8 +223,7 @@ class Problem(NamedTuple):
             "dkdv": (q, k, v, dout, self.stats, found["dk"], found["dv"], q, q),
         }[kernel]
         strides = tuple(x.stride() for x in tensors[: 3 if kernel == "forward" else 4])
-        fills = whole_call.fills(todo, 0)
-        made = launch.prepare(kernel, self.call, strides, todo, config, q.dtype, False, fills)
+        made = launch.prepare(kernel, self.call, strides, todo, config, q.dtype)
 
         def start() -> dict[str, Tensor]:
             made(*tensors)

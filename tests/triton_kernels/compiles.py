@@ -99,8 +99,7 @@ def compiled(
     padding = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
     call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding, 0)
     strides = tuple(x.stride() for x in (q, k, k, q)[: 3 if kernel == "forward" else 4])
-    (nests, *_), fills = launches(call), pattern.dilation_rates[0] > 1
-    prepared = launch.prepare(kernel, call, strides, nests, config, dtype, again, fills, kernel == "dq")
+    prepared = launch.prepare(kernel, call, strides, launches(call)[0], config, dtype, again, kernel == "dq")
     prepared(*(torch.empty(16, dtype=dtype) for dtype in prepared.dtypes))
     monkeypatch.setitem(launch.KERNELS, kernel, (function, names))
     (found,) = made.made

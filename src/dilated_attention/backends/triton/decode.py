@@ -61,7 +61,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
             q, k, v, mask, positions, ends, parts, part_lse,
             start, queries, tokens, c.splits, kv_heads, call.first_head, call.scale, step,
             *mask_strides, q.stride(), k.stride(), v.stride(),
-            RECTS=sum(rects, ()), COUNT=len(rects), GROUP=group, D=dim, BD=block_dim, BM=c.rows, BN=c.keys,
+            RECTS=EndlessRect._make(zip(*rects, strict=True)), GROUP=group, D=dim, BD=block_dim, BM=c.rows, BN=c.keys,
             SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal, ZEROS=call.adds_zeros,
             LIMITED=any((rect.low, rect.high) != (-ENDLESS, ENDLESS) for rect in rects),
             ONCE=call.pattern.counts == "once", num_warps=c.warps, num_stages=c.stages,

@@ -1,8 +1,8 @@
 """The decoding kernels: which key tiles a program has, one softmax over them, and the splits put together.
 
 Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; top, sums (BM) the running maximum and
-sum. Positions and counts are 64-bit. RECTS holds the numbers of each rectangle, as of `endless.EndlessRect`; AT: where
-those of one begin.
+sum. Positions and counts are 64-bit. RECTS: an `EndlessRect` whose fields hold a number for each rectangle; AT: which
+rectangle.
 """
 
 from __future__ import annotations
@@ -11,92 +11,73 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, float32, int64
 
-from dilated_attention.backends.triton.endless import ENDLESS as ENDLESS_TOKENS
-from dilated_attention.backends.triton.tiles import LN2, LOG2E, NOTHING, row_at, with_zero_keys, zero_keys
-
-ENDLESS, NUMBERS = constexpr(ENDLESS_TOKENS), constexpr(15)  # numbers of a rectangle, in the order of `EndlessRect`
-(
-    BRANCH, HEAD, HEAD_STOP, NEIGHBOURS, TURN, PERIOD, REPEATS, QUERY, QUERY_STEP, QUERY_SPAN, KEY, KEY_STEP, KEY_SPAN,
-    LOW, HIGH,
-) = (constexpr(field) for field in range(15))  # fmt: skip
+from dilated_attention.backends.triton.tiles import LN2, LOG2E, NOTHING, row_at, select, with_zero_keys, zero_keys
 
 
 @triton.jit
 def head_offset(head, RECTS: constexpr, AT: constexpr):
-    """Whether the head has the rectangle that AT begins, and how many tokens later."""
-    has = (head >= RECTS[AT + HEAD]) & (head < RECTS[AT + HEAD_STOP])
-    return has, head // RECTS[AT + NEIGHBOURS] % RECTS[AT + TURN]
+    """Whether the head has the rectangle, and how many tokens later."""
+    has = (head >= RECTS.head[AT]) & (head < RECTS.stop[AT])
+    return has, head // RECTS.neighbours[AT] % RECTS.turn[AT]
 
 
 @triton.jit
 def met(asked, RECTS: constexpr, AT: constexpr, BN: constexpr, CAUSAL: constexpr):
-    """What queries meet of a rectangle: in the first repeat where they are, its first query, the first key and the
-    tokens from it to the last; and how many key tiles a repeat has, and all of them.
+    """What queries meet of a rectangle: in the first repeat where they are, its first query and key, and the tokens of
+    each up to the last; and how many key tiles a repeat has, and all of them.
 
     ``asked``: the queries' positions from low to high, their head, and the number of tokens.
     """
     low, high, head, tokens = asked
-    STEP: constexpr = RECTS[AT + KEY_STEP]
-    LAST: constexpr = RECTS[AT + REPEATS] - 1
+    STEP: constexpr = RECTS.key_step[AT]
+    LAST: constexpr = RECTS.repeats[AT] - 1
+    PERIOD: constexpr = RECTS.period[AT]
     has, offset = head_offset(head, RECTS, AT)
-    query, key, span = RECTS[AT + QUERY] + offset, RECTS[AT + KEY] + offset, RECTS[AT + KEY_SPAN] - offset
-    query_span = RECTS[AT + QUERY_SPAN] - offset
+    query, query_span = RECTS.query[AT] + offset, RECTS.query_span[AT] - offset
+    key, span = RECTS.key[AT] + offset, RECTS.key_span[AT] - offset
     # the first query of the rectangle at or after low: in this repeat, or else in the next
     shift = tl.maximum(low - query, 0)
     if LAST == 0:
         shift = low * 0
     else:
-        shift = tl.minimum(shift // RECTS[AT + PERIOD], LAST) * RECTS[AT + PERIOD]
-    first = tl.cdiv(tl.maximum(low - query - shift, 0), RECTS[AT + QUERY_STEP]) * RECTS[AT + QUERY_STEP]
+        shift = tl.minimum(shift // PERIOD, LAST) * PERIOD
+    first = tl.cdiv(tl.maximum(low - query - shift, 0), RECTS.query_step[AT]) * RECTS.query_step[AT]
     if LAST == 0:
         has = has & (first < query_span) & (query + first < high)
     else:
-        first = tl.where(first < query_span, shift + first, shift + RECTS[AT + PERIOD])
-        shift = first // RECTS[AT + PERIOD] * RECTS[AT + PERIOD]
-        has = has & (shift // RECTS[AT + PERIOD] <= LAST) & (query + first < high)
+        first = tl.where(first < query_span, shift + first, shift + PERIOD)
+        shift = first // PERIOD * PERIOD
+        has = has & (shift // PERIOD <= LAST) & (query + first < high)
     query, key = query + shift, key + shift
     stop = high if CAUSAL else tokens
     repeats = low * 0  # after the first, up to the last query's
     if LAST == 0:  # several repeats are limited by a mask alone
-        stop = tl.minimum(stop, high + RECTS[AT + HIGH])
-        skipped = tl.cdiv(tl.maximum(low + RECTS[AT + LOW] - key, 0), STEP) * STEP
+        stop = tl.minimum(stop, high + RECTS.high[AT])
+        skipped = tl.cdiv(tl.maximum(low + RECTS.low[AT] - key, 0), STEP) * STEP
         key, span = key + skipped, tl.maximum(span - skipped, 0)
     else:
-        repeats = tl.minimum((high - 1 - query) // RECTS[AT + PERIOD], LAST - shift // RECTS[AT + PERIOD])
-    stop = tl.minimum(span, stop - key - repeats * RECTS[AT + PERIOD])
+        repeats = tl.minimum((high - 1 - query) // PERIOD, LAST - shift // PERIOD)
+    stop = tl.minimum(span, stop - key - repeats * PERIOD)
     tiles = tl.cdiv(span, STEP * BN)
     count = repeats * tiles + tl.cdiv(tl.maximum(stop, 0), STEP * BN)
-    return query, key, span, tiles, tl.where(has, count, 0)
+    return query, query_span, key, span, tiles, tl.where(has, count, 0)
 
 
 @triton.jit
-def find_tile(
-    number, asked, RECTS: constexpr, COUNT: constexpr, BN: constexpr, CAUSAL: constexpr, LIMITED: constexpr,
-    ONE: constexpr,
-):  # fmt: skip
+def find_tile(number, asked, RECTS: constexpr, BN: constexpr, CAUSAL: constexpr, ONE: constexpr):
     """Of all tiles the one with this number: its branch; its first key, their step and where they end; the first
     query of that repeat, their step and span; and the limits."""
     zero = asked[0] * 0
-    before, branch, key, step, span, tiles, period, index = zero, zero, zero, zero, zero, zero + 1, zero, zero
-    query, query_step, query_span, low, high = zero, zero + 1, zero, zero, zero
-    for i in tl.static_range(COUNT):
-        this = met(asked, RECTS, NUMBERS * i, BN, CAUSAL)
-        found = (number >= before) & (number < before + this[4])
-        key, span, tiles = (
-            tl.where(found, this[1], key),
-            tl.where(found, this[2], span),
-            tl.where(found, this[3], tiles),
-        )
-        step, index = tl.where(found, RECTS[NUMBERS * i + KEY_STEP], step), tl.where(found, number - before, index)
-        branch = tl.where(found, RECTS[NUMBERS * i + BRANCH], branch)
-        if not ONE:
-            _, offset = head_offset(asked[2], RECTS, NUMBERS * i)
-            period, query = tl.where(found, RECTS[NUMBERS * i + PERIOD], period), tl.where(found, this[0], query)
-            query_step = tl.where(found, RECTS[NUMBERS * i + QUERY_STEP], query_step)
-            query_span = tl.where(found, RECTS[NUMBERS * i + QUERY_SPAN] - offset, query_span)
-        if LIMITED:
-            low, high = tl.where(found, RECTS[NUMBERS * i + LOW], low), tl.where(found, RECTS[NUMBERS * i + HIGH], high)
-        before += this[4]
+    before, tile = zero, (zero, zero, zero + 1, zero, zero, zero, zero, zero, zero + 1, zero, zero, zero)
+    for i in tl.static_range(len(RECTS.branch)):
+        query, query_span, key, span, tiles, count = met(asked, RECTS, i, BN, CAUSAL)
+        this = (
+            key, span, tiles, zero + RECTS.key_step[i], number - before, zero + RECTS.branch[i], zero + RECTS.period[i],
+            query, zero + RECTS.query_step[i], query_span, zero + RECTS.low[i], zero + RECTS.high[i],
+        )  # fmt: skip
+        tile = select((number >= before) & (number < before + count), this, tile)
+        before += count
+    key, span, tiles, step, index, branch, period, query, query_step, query_span, low, high = tile
     if not ONE:
         later = index // tiles * period
         key, query, index = key + later, query + later, index % tiles
@@ -106,26 +87,27 @@ def find_tile(
 @triton.jit
 def sees(query, key, head, RECTS: constexpr, AT: constexpr):
     """Whether queries see keys in a rectangle; both are positions, which are broadcast."""
+    PERIOD: constexpr = RECTS.period[AT]
     has, offset = head_offset(head, RECTS, AT)
-    query_at, key_at = query - (RECTS[AT + QUERY] + offset), key - (RECTS[AT + KEY] + offset)
-    repeat = tl.maximum(query_at, 0) // RECTS[AT + PERIOD]
-    has = has & (query_at >= 0) & (repeat < RECTS[AT + REPEATS])
-    query_at, key_at = query_at - repeat * RECTS[AT + PERIOD], key_at - repeat * RECTS[AT + PERIOD]
-    has = has & (query_at < RECTS[AT + QUERY_SPAN] - offset) & (query_at % RECTS[AT + QUERY_STEP] == 0)
-    has = has & (key_at >= 0) & (key_at < RECTS[AT + KEY_SPAN] - offset)
-    if RECTS[AT + KEY_STEP] > 1:
-        has = has & (key_at % RECTS[AT + KEY_STEP] == 0)
-    return has & (key - query >= RECTS[AT + LOW]) & (key - query <= RECTS[AT + HIGH])
+    query_at, key_at = query - (RECTS.query[AT] + offset), key - (RECTS.key[AT] + offset)
+    repeat = tl.maximum(query_at, 0) // PERIOD
+    has = has & (query_at >= 0) & (repeat < RECTS.repeats[AT])
+    query_at, key_at = query_at - repeat * PERIOD, key_at - repeat * PERIOD
+    has = has & (query_at < RECTS.query_span[AT] - offset) & (query_at % RECTS.query_step[AT] == 0)
+    has = has & (key_at >= 0) & (key_at < RECTS.key_span[AT] - offset)
+    if RECTS.key_step[AT] > 1:
+        has = has & (key_at % RECTS.key_step[AT] == 0)
+    return has & (key - query >= RECTS.low[AT]) & (key - query <= RECTS.high[AT])
 
 
 @triton.jit
-def is_new(query, key, head, branch, RECTS: constexpr, COUNT: constexpr):
+def is_new(query, key, head, branch, RECTS: constexpr):
     """Whether no earlier branch than this one shows the keys to the queries."""
     new = (key >= 0) & (query >= 0)
-    for i in tl.static_range(COUNT):
-        if RECTS[NUMBERS * i + BRANCH] < RECTS[NUMBERS * (COUNT - 1) + BRANCH]:
-            is_earlier = RECTS[NUMBERS * i + BRANCH] < branch
-            new = new & ~(is_earlier & sees(query, key, head, RECTS, NUMBERS * i))
+    for i in tl.static_range(len(RECTS.branch)):
+        if RECTS.branch[i] < RECTS.branch[-1]:
+            is_earlier = RECTS.branch[i] < branch
+            new = new & ~(is_earlier & sees(query, key, head, RECTS, i))
     return new
 
 
@@ -133,10 +115,10 @@ def is_new(query, key, head, branch, RECTS: constexpr, COUNT: constexpr):
 def zeros_of_rect(position, end, head, RECTS: constexpr, AT: constexpr):
     """How many zero keys each row attends to in a segment: a sample ends at ``end``, and its last segment is filled."""
     has, offset = head_offset(head, RECTS, AT)
-    WIDTH: constexpr = RECTS[AT + PERIOD]
+    WIDTH: constexpr = RECTS.period[AT]
     segment = position // WIDTH * WIDTH
-    meets = has & ((position - segment) % RECTS[AT + KEY_STEP] == offset)
-    return tl.where(meets, zero_keys(segment, end, end, WIDTH, RECTS[AT + KEY_STEP], offset), 0)
+    meets = has & ((position - segment) % RECTS.key_step[AT] == offset)
+    return tl.where(meets, zero_keys(segment, end, end, WIDTH, RECTS.key_step[AT], offset), 0)
 
 
 @triton.jit
@@ -150,9 +132,8 @@ def decode_kernel(
     Q, K, V, Padding, Positions, Ends, Out, Lse,
     first, queries, tokens, splits, kv_heads, first_head, scale, positions_step,
     padding_sample, padding_token, q_strides, k_strides, v_strides,
-    RECTS: constexpr, COUNT: constexpr, GROUP: constexpr, D: constexpr, BD: constexpr, BM: constexpr,
-    BN: constexpr, SPLIT: constexpr, ONE: constexpr, CAUSAL: constexpr, LIMITED: constexpr, ONCE: constexpr,
-    ZEROS: constexpr,
+    RECTS: constexpr, GROUP: constexpr, D: constexpr, BD: constexpr, BM: constexpr, BN: constexpr,
+    SPLIT: constexpr, ONE: constexpr, CAUSAL: constexpr, LIMITED: constexpr, ONCE: constexpr, ZEROS: constexpr,
 ):  # fmt: skip
     # --- this program's rows: queries of one sample and key/value head, each with its group
     tiles = tl.cdiv(queries * GROUP, BM)
@@ -179,8 +160,8 @@ def decode_kernel(
     high = tl.minimum(start + tl.minimum((tile * BM + BM - 1) // GROUP + 1, queries), tokens)
     asked = low, high, head, tokens
     total = tokens * 0
-    for i in tl.static_range(COUNT):
-        total += met(asked, RECTS, NUMBERS * i, BN, CAUSAL)[4]
+    for i in tl.static_range(len(RECTS.branch)):
+        total += met(asked, RECTS, i, BN, CAUSAL)[5]
     share = (total + splits - 1) // splits
     asking = position[:, None]
     if ONE:
@@ -190,7 +171,7 @@ def decode_kernel(
     sums = tl.zeros((BM,), float32)
     acc = tl.zeros((BM, BD), float32)
     for number in range(split * share, tl.minimum((split + 1) * share, total)):
-        branch, keys, queries_seen, least, most = find_tile(number, asked, RECTS, COUNT, BN, CAUSAL, LIMITED, ONE)
+        branch, keys, queries_seen, least, most = find_tile(number, asked, RECTS, BN, CAUSAL, ONE)
         at = keys[0] + tl.arange(0, BN) * keys[1]
         seen = at < tl.minimum(keys[2], high if CAUSAL else tokens)
         if Padding is not None:
@@ -211,7 +192,7 @@ def decode_kernel(
             apart = at[None, :] - position[:, None]
             visible = visible & (apart >= least) & (apart <= most)
         if ONCE:
-            visible = visible & is_new(asking, at[None, :], head, branch, RECTS, COUNT)
+            visible = visible & is_new(asking, at[None, :], head, branch, RECTS)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         scores = tl.where(visible, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -227,8 +208,8 @@ def decode_kernel(
         if Ends is not None:
             end = tl.load(Ends + sample)
         count = position * 0
-        for i in tl.static_range(COUNT):
-            count += zeros_of_rect(position, end, head, RECTS, NUMBERS * i)
+        for i in tl.static_range(len(RECTS.branch)):
+            count += zeros_of_rect(position, end, head, RECTS, i)
         top, rescale, added = with_zero_keys(top, tl.where(inside, count, 0))
         acc, sums = acc * rescale[:, None], sums * rescale + added
 

@@ -22,7 +22,7 @@ from dilated_attention.backends.triton.forward import forward_kernel
 from dilated_attention.backends.triton.strips import Strip, Strips, shows_itself
 from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants
-from dilated_attention.backends.triton.tiling import Nests
+from dilated_attention.backends.triton.tiling import Nest, Nests
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 
@@ -39,13 +39,9 @@ Strides = tuple[Ints, ...]  # of q, k and v, and of dout in the backward pass
 
 def prepare(
     kernel: str, call: Call, strides: Strides, nests: Nests | Strips, config: TileConfig, out_dtype: torch.dtype,
-    again: bool, fills: bool, has_dlse: bool = False,
+    again: bool = False, has_dlse: bool = False,
 ) -> Launch:  # fmt: skip
-    """A launch of a kernel, which takes the tensors that KERNELS names.
-
-    ``again``: results join those of earlier launches. ``fills``: rows without keys are written too (nests of one branch
-    only).
-    """
+    """A launch of a kernel that takes the tensors named in KERNELS. ``again``: results join those of earlier ones."""
     dim, of_keys = call.head_dim, kernel == "dkdv"  # whose programs have tiles of keys
     own, other = (config.keys, config.rows) if of_keys else config[:2]
     sees = ("later" if of_keys else "earlier") if call.is_causal else "all"
@@ -62,7 +58,7 @@ def prepare(
         call.has_padding, call.drops, has_band, call.has_padding or not all(map(shows_itself, strips)),
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
-        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills,
+        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, has_gaps(nests) and not again,
         call.adds_zeros, shifted, has_dlse and kernel == "dq", call.q_per_kv > 1,
     )  # fmt: skip
     q = call.dtype  # stands in for what is not there
@@ -79,6 +75,12 @@ def prepare(
         options["maxnreg"] = config.registers
     numbers = (*strides, *_numbers(call))
     return Launch(function, call.device, found.programs, numbers, constants, options, given, found, kernel)
+
+
+def has_gaps(nests: Nests | Strips) -> bool:
+    """Whether the first launch also writes the rows between its own: where each nest is one branch."""
+    rates = [nest.rates for nest in nests if isinstance(nest, Nest)]
+    return all(len(some) == 1 for some in rates) and any(some[0] > 1 for some in rates)
 
 
 def _columns(head_dim: int) -> tuple[int, int, int]:

@@ -76,19 +76,7 @@ def zeros(R: constexpr, BD: constexpr, BE: constexpr):
 @triton.jit
 def scaled(x, factor):
     """The rows of x in float32, times factor: one for all or (R, 1)."""
-    if len(x) == 1:
-        return (x[0].to(float32) * factor,)
-    else:
-        return x[0].to(float32) * factor, x[1].to(float32) * factor
-
-
-@triton.jit
-def only(x, wanted):
-    """The rows of x where wanted (R, 1), else zeros."""
-    if len(x) == 1:
-        return (tl.where(wanted, x[0], 0.0),)
-    else:
-        return tl.where(wanted, x[0], 0.0), tl.where(wanted, x[1], 0.0)
+    return [part.to(float32) * factor for part in x]
 
 
 @triton.jit

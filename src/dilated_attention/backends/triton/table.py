@@ -21,6 +21,7 @@ from torch.nn import functional
 from dilated_attention.backends.triton.strips import NONE, Piece, Strip, Strips, pieces
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, tiles_of, tiling
 from dilated_attention.checks import Ints
+from dilated_attention.pattern import MAX_BRANCHES
 
 NEVER = 2**31 - 1  # the first program of nothing
 LANES = 128  # sections that a program looks at together, where sequences are packed
@@ -102,78 +103,82 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 
 
 def _made(demand: Demand) -> Table:
-    if isinstance(demand.nests[0], Strip):
-        return _made_of_strips(demand, demand.nests)
-    nests, cu_seqlens = demand.nests, demand.cu_seqlens
+    nests = demand.nests
+    made = _of_strips(demand, nests) if isinstance(nests[0], Strip) else _of_nests(demand, nests)
+    sections = made.sections
+    kept = sections[:, 0] != NEVER
+    here = Section._make(sections.T)
+    many = demand.samples * demand.group * here.heads * here.periods * here.tiles * kept
+    programs = int(many.sum())
+    sections[kept, 0] = (many.cumsum() - many)[kept]
+    # 32 bits are enough unless an offset inside a tile or a position needs more
+    steps = made.widest_step * max(demand.own, demand.other) * demand.widest_stride
+    dtype = torch.int64 if max(steps, demand.cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
+    count = len(sections)
+    numbers: list[Any] = [sections.ravel(), made.variants]
+    if made.are_many:  # how many sections, with and without filling, and the first program of each, in LANES
+        filling = -count % LANES
+        numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
+    data, tiles, runs = _joined(np.concatenate(numbers), made.parts, dtype, demand.device)
+    edges, ragged = any(part.edges for part in made.parts), any(part.ragged for part in made.parts)
+    return Table(data, tiles, runs, 0 if made.are_many else count, programs, made.single, edges, ragged)
+
+
+class Made(NamedTuple):
+    """What a table is put together from."""
+
+    sections: Array  # (S, 16), `Section`s without their programs
+    parts: list[Tiling]
+    variants: list[int]
+    widest_step: int  # from row to row
+    single: bool
+    are_many: bool  # sections, so that programs look for theirs
+
+
+def _of_nests(demand: Demand, nests: Nests) -> Made:
     rows: list[Array] = []
     variants: list[int] = []
     parts: list[Tiling] = []
-    programs = 0
     for nest in nests:
         offsets = tuple(sorted(set(nest.offsets)))
-        stretches, lengths, which = _stretches(nest.widths[-1], cu_seqlens)
-        tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
-        many = demand.samples * len(nest.offsets) * demand.group * stretches[2] * tiles
-        firsts = programs + many.cumsum() - many
-        about = nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0], 0, 0
-        found = Section._make((firsts, *stretches, *about))
-        none = found._replace(program=NEVER, periods=1, tiles=1)
+        stretches, lengths, which = _stretches(nest.widths[-1], demand.cu_seqlens)
+        tiles = _placed(parts, nest, offsets, lengths, demand)[:, which]
+        about = nest.head, len(nest.offsets), *tiles, len(variants), nest.branch, nest.widths[0], 0, 0
+        found = Section(0, *stretches, *about)
         # without a tail a section that no program is in, as kernels are compiled for their number
-        for some in (found, none)[: 2 if len(many) == 1 else 1]:
-            rows.append(np.stack([np.broadcast_to(x, firsts.shape) for x in some], 1))
-        programs += int(many.sum())
+        none = [found._replace(program=NEVER, periods=1, tiles=1)] if len(which) == 1 else []
+        rows += [np.stack([np.broadcast_to(x, which.shape) for x in some], 1) for some in (found, *none)]
         variants += map(offsets.index, nest.offsets)
-    sections = np.concatenate(rows)
-    most = max(len(nest.widths) for nest in nests)
-    steps = max(nest.rates[-1] for nest in nests)
-    return _table(demand, sections, variants, parts, programs, steps, most, most == 1, len(cu_seqlens) > 2)
+    single = all(len(nest.widths) == 1 for nest in nests)
+    widest_step = max(nest.rates[-1] for nest in nests)
+    return Made(np.concatenate(rows), parts, variants, widest_step, single, len(demand.cu_seqlens) > 2)
 
 
-def _made_of_strips(demand: Demand, strips: Strips) -> Table:
+def _of_strips(demand: Demand, strips: Strips) -> Made:
     """Sections that are many are looked for as those of packed sequences are."""
-    rows, parts, programs, tile = [], [], 0, 0
+    rows, parts, tile = [], [], 0
     end = demand.cu_seqlens[-1]
     alike: dict[Any, list[tuple[Strip, Piece]]] = {}  # all that share limits are made at once
     for strip in strips:
         alike.setdefault((strip.low, strip.high), []).extend((strip, piece) for piece in pieces(strip, demand.own))
     for (low, high), some in alike.items():
         limits = (-NONE if low is None else low), (NONE if high is None else high)
+        met, many = [], 0
         for strip, piece in some:
             tiles = int(piece.mine[:, 3].sum())
-            place = programs, piece.start, piece.period, piece.repeats, 0, end, strip.head, strip.heads
+            place = 0, piece.start, piece.period, piece.repeats, 0, end, strip.head, strip.heads
             rows.append(Section(*place, tile, tiles, 0, 0, strip.branch, 0, *limits))
-            programs += demand.samples * strip.heads * demand.group * piece.repeats * tiles
             tile += tiles
-        before = np.cumsum([0, *(len(piece.mine) for _, piece in some)]).tolist()
-        mine = np.concatenate([piece.mine for _, piece in some])
-        met = np.concatenate(
-            [piece.met + np.array([at, 0, 0, 0, 0]) for at, (_, piece) in zip(before, some, strict=False)]
-        )
-        parts.append(tiles_of(torch.from_numpy(mine), torch.from_numpy(met), low, high, demand.own, demand.other))
+            met.append(piece.met + np.array([many, 0, 0, 0, 0]))
+            many += len(piece.mine)
+        mine, rows_met = (torch.from_numpy(np.concatenate(x)) for x in ([piece.mine for _, piece in some], met))
+        parts.append(tiles_of(mine, rows_met, low, high, demand.own, demand.other))
     if len(rows) == 1:
         rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
     variants = [0] * max(strip.heads for strip in strips)
-    steps = max(int(rows[:, 1].max()) for strip in strips for rows in (strip.mine, strip.met[:, 1:]))
+    widest_step = max(int(rows[:, 1].max()) for strip in strips for rows in (strip.mine, strip.met[:, 1:]))
     single = all(len(strip.met) == len(strip.mine) for strip in strips)
-    return _table(demand, np.array(rows), variants, parts, programs, steps, 1, single, len(rows) > 2)
-
-
-def _table(
-    demand: Demand, sections: Array, variants: list[int], parts: list[Tiling], programs: int, widest_step: int,
-    most: int, single: bool, are_many: bool,
-) -> Table:  # fmt: skip
-    """``most``: how often a pair counts at most; ``are_many``: the sections, so that programs look for theirs."""
-    # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = widest_step * max(demand.own, demand.other) * demand.widest_stride
-    dtype = torch.int64 if max(steps, demand.cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
-    count = len(sections)
-    numbers: list[Any] = [sections.ravel(), variants]
-    if are_many:  # how many sections, with and without filling, and the first program of each, in LANES
-        filling = -count % LANES
-        numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
-    data = _joined(np.concatenate(numbers), parts, most, dtype, demand.device)
-    edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
-    return Table(data[0], data[1], data[2], 0 if are_many else count, programs, single, edges, ragged)
+    return Made(np.array(rows), parts, variants, widest_step, single, len(rows) > 2)
 
 
 # Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each.
@@ -220,14 +225,12 @@ def _placed(parts: list[Tiling], nest: Nest, offsets: Ints, lengths: Ints, deman
     return found
 
 
-def _joined(
-    sections: Array, parts: list[Tiling], most: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
+def _joined(sections: Array, parts: list[Tiling], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """All that kernels read: one tensor, cut into three, and moved at once if all was made on the host."""
     where = CPU if all(part.runs.device.type == "cpu" for part in parts) else device
     after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=where)  # after the last run: read, not used
     runs = torch.cat([*(part.runs.to(where) for part in parts), after])
-    logs = torch.arange(1, most + 1, device=where, dtype=torch.float64).log2().float().view(torch.int32)
+    logs = torch.arange(1, MAX_BRANCHES + 1, device=where, dtype=torch.float64).log2().float().view(torch.int32)
     runs[:, 4] = logs[runs[:, 4] - 1]  # kernels take the bits of a float32
     made = np.cumsum([0, *(len(part.runs) for part in parts)]).tolist()
     indices = torch.tensor([0, 0, 0, 1, 0, 0, 1], device=where)  # those of runs

@@ -155,25 +155,29 @@ def first_run(met, EDGE: constexpr):
 
 
 @triton.jit
+def select(condition, these, others):
+    """The numbers of these, or else of the others."""
+    chosen = ()
+    for i in tl.static_range(len(these)):
+        chosen += (tl.where(condition, these[i], others[i]),)
+    return chosen
+
+
+@triton.jit
 def next_tile(entry, run, after, SIZE: constexpr, SINGLE: constexpr):
     """The tile after this one, of the same run or the next one, and the run after that.
 
     There is no branch, and what is loaded here is used one tile later: nothing waits.
     """
     base, step, stop, left, bias = run
-    base += SIZE * step
+    run = base + SIZE * step, step, stop, left, bias
     if not SINGLE:
-        left -= 1
-        over = left == 0
-        base, step, stop = (
-            tl.where(over, after[0], base),
-            tl.where(over, after[1], step),
-            tl.where(over, after[2], stop),
-        )
-        left, bias = tl.where(over, after[3], left), tl.where(over, after[4], bias)
+        run = run[0], step, stop, left - 1, bias
+        over = run[3] == 0
+        run = select(over, after, run)
         entry += tl.where(over, RUN, 0)
         after = load_run(entry + RUN)
-    return entry, (base, step, stop, left, bias), after
+    return entry, run, after
 
 
 @triton.jit

@@ -131,13 +131,12 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
         dtype = torch.float32 if several else call.dtype
         made = [
             launch.prepare(
-                name, call, strides, some, dispatch.config(name, call, _form(call, some)), dtype, at > 0,
-                fills(some, at), has_dlse,
+                name, call, strides, some, dispatch.config(name, call, _form(call, some)), dtype, at > 0, has_dlse
             )
             for name in names
             for at, some in enumerate(todo[name])
-        ]  # fmt: skip
-        blank = not all(some and (fills(some[0], 0) or _covers(some[0], call)) for some in todo.values())
+        ]
+        blank = not all(some and (launch.has_gaps(some[0]) or _covers(some[0], call)) for some in todo.values())
         return Prepared(tuple(made), dtype, blank)
 
     found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
@@ -158,12 +157,6 @@ def _compile(launches: tuple[Launch, ...]) -> None:
         with ThreadPoolExecutor(len(new)) as pool:
             list(pool.map(Launch.compile, new.values()))
     CACHE.compiled.update(new)
-
-
-def fills(some: Nests | Strips, index: int) -> bool:
-    """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
-    nests = [nest for nest in some if isinstance(nest, Nest) and len(nest.rates) == 1]
-    return index == 0 and len(nests) == len(some) and any(nest.rates[0] > 1 for nest in nests)
 
 
 def _covers(some: Nests | Strips, call: Call) -> bool:
