@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.triton.backward import dkdv_kernel, dq_kernel
+from dilated_attention.backends.triton.attention import dkdv_kernel, dq_kernel, forward_kernel
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.dispatch import TileConfig
-from dilated_attention.backends.triton.forward import forward_kernel
 from dilated_attention.backends.triton.strips import Strip, Strips, shows_itself
 from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants

@@ -196,17 +196,6 @@ def in_band(own, met, band):
 
 
 @triton.jit
-def seen(q_position, position, valid, band, CAUSAL: constexpr, BAND: constexpr):
-    """(BM, BN) or (1, BN): which keys a query sees."""
-    pairs = valid[None, :]
-    if BAND:
-        pairs = pairs & in_band(q_position[:, None], position[None, :], band)
-    if CAUSAL:  # even where all are valid: in this form, and no other tried, the compiler keeps no mask in registers
-        pairs = pairs & (q_position[:, None] >= position[None, :])
-    return pairs
-
-
-@triton.jit
 def zero_keys(start, end, tokens, width, rate, offset):
     """How many zero keys a head has in the segment from ``start`` on, of a sample that ends at ``end``: as many as fill
     it up to the rows of a whole segment, or of all ``tokens`` if they are fewer; none where it has no token."""
