@@ -174,7 +174,7 @@ MUTANTS = [
     M("packed-values-are-keys", "Long dilated segments on a CPU have keys for values.", "backends/aten.py",
       "v=x.v.contiguous())", "v=x.k.contiguous())"),
     M("causal-empty-rows", "When causal, a row whose keys so far are all ignored is not known to be empty.",
-      "backends/sdpa.py", "is_slanted = x.is_causal and x.hidden is None", "is_slanted = False"),
+      "backends/sdpa.py", "is_slanted = x.is_causal and x.ignored.shape[2] == 1", "is_slanted = False"),
     M("slices-of-grouped-heads", "In slices of heads, grouped query heads do not follow their key head.", "blocks.py",
       "self.head * group * per_head", "self.head * per_head"),
     # --- few queries --------------------------------------------------------------------------------------------

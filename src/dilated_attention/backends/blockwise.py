@@ -118,18 +118,21 @@ class Work:
         call, limits, module, kernels = self.call, self.limits, self.choice.module, self.choice.kernels
         queries, keys = block.queries.within(wholes[0]), block.keys.within(wholes[1])
         q, k, v = queries.of(sources.q, self.group), keys.of(sources.k), keys.of(sources.v)
-        padding = None
+        padding = ignored = None
         if sources.padding is not None:
             padding = keys.of(sources.padding)
             if not block.queries.token_step:  # heads share it, and kernels that group heads want one for all
-                padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
+                padding = padding[:, :, :1]
+            ignored = padding.transpose(1, 2).unsqueeze(2)
         if call.is_decode:
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
         if limits.span is not None:
             q, k, v = (within(x, limits.span) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
-        hidden = self._hidden(block) if block.has_mask else None
-        problem = Problem(q, k, v, call.scale, block.is_causal, padding, hidden, dropout)
+        if block.has_mask:
+            hidden = self._hidden(block)
+            ignored = hidden if ignored is None else ignored | hidden
+        problem = Problem(q, k, v, call.scale, block.is_causal, ignored, dropout)
         if results is None:
             return module.forward(kernels, problem)  # type: ignore[no-any-return]
         mine = Outputs(*[None if x is None else queries.of(x, self.group) for x in results])  # type: ignore[arg-type]
@@ -138,7 +141,7 @@ class Work:
         return module.backward(kernels, problem, mine)  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:
-        """(Lq, Lk) bool: the pairs of a block that do not count."""
+        """(1, 1, Lq, Lk) bool: the pairs of a block that do not count."""
         views, device = (block.queries, block.keys), self.call.device
         rows, keys = (torch.arange(view.rows, device=device) for view in views)
         distance = keys - rows.unsqueeze(1)
@@ -148,7 +151,7 @@ class Work:
             query, key = (view.positions(device)[0, :, 0] - block.origin for view in views)
         for branch in block.but:
             hidden |= branch.sees(block.queries.head + self.call.first_head, query.unsqueeze(1), key)
-        return hidden
+        return hidden[None, None]
 
     def _dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""

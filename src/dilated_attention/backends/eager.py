@@ -96,11 +96,9 @@ def _tiles(x: Problem, exact: torch.dtype) -> Iterator[tuple[At, At, Tensor, Ten
         if x.is_causal:
             row_numbers = torch.arange(row, stop, device=device).unsqueeze(1)
             scores.masked_fill_(torch.arange(seen, device=device) > row_numbers, -torch.inf)
-        if x.hidden is not None:
-            scores.masked_fill_(x.hidden[row:stop, :seen], -torch.inf)
-        if x.padding is not None:
-            ignored = x.padding[there].transpose(1, 2)  # (b, hk, j)
-            scores.masked_fill_(ignored[:, :, None, None, :], -torch.inf)
+        if x.ignored is not None:
+            ignored = x.ignored.expand(samples, -1, rows, -1)[some, :, row:stop, :seen]
+            scores.masked_fill_(ignored.unsqueeze(2), -torch.inf)
         yield at, there, query, key, scores
 
 

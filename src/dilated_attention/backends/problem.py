@@ -57,6 +57,5 @@ class Problem:
     v: Tensor
     scale: float
     is_causal: bool = False  # query row i sees key rows up to i
-    padding: Tensor | None = None  # (b, Lk, hk) bool, True = ignore this key
-    hidden: Tensor | None = None  # (Lq, Lk) bool, True = this query does not see this key
+    ignored: Tensor | None = None  # (b or 1, hk or 1, Lq or 1, Lk) bool, True = this pair does not count either
     dropout: Dropout | None = None

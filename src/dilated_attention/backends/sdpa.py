@@ -62,11 +62,10 @@ def forward(kernels: tuple[Kernel, ...], x: Problem) -> Pair:
     kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), x)
-    ignored = _ignored(x)
-    out, lse = kernel.forward(_dense(x, ignored))
-    if ignored is not None:  # kernels disagree on rows without keys (lse 0, NaN): select
-        is_slanted = x.is_causal and x.hidden is None
-        empty = (~ignored).cumsum(-1).squeeze(2) == 0 if is_slanted else ignored.all(-1)
+    out, lse = kernel.forward(_dense(x))
+    if x.ignored is not None:  # kernels disagree on rows without keys (lse 0, NaN): select
+        is_slanted = x.is_causal and x.ignored.shape[2] == 1
+        empty = (~x.ignored).cumsum(-1).squeeze(2) == 0 if is_slanted else x.ignored.all(-1)
         empty = empty.repeat_interleave(x.q.shape[2] // empty.shape[1], 1)
         out, lse = out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
@@ -80,7 +79,7 @@ def backward(kernels: tuple[Kernel, ...], x: Problem, results: Outputs) -> Gradi
     kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
         return eager.backward((), x, results)
-    problem, lse, dlse, dtype = _dense(x, _ignored(x)), results.lse.transpose(1, 2), results.dlse, x.q.dtype
+    problem, lse, dlse, dtype = _dense(x), results.lse.transpose(1, 2), results.dlse, x.q.dtype
     dq, dk, dv = kernel.backward(problem, results.out.transpose(1, 2), lse, results.dout.transpose(1, 2))
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
@@ -99,22 +98,12 @@ def backward(kernels: tuple[Kernel, ...], x: Problem, results: Outputs) -> Gradi
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _ignored(x: Problem) -> Tensor | None:
-    """(b or 1, 1 or hk, Lq or 1, Lk) bool: the pairs that do not count, but for those of a causal problem."""
-    ignored = None if x.hidden is None else x.hidden[None, None]
-    if x.padding is not None:
-        padding = x.padding if x.padding.stride(2) else x.padding[:, :, :1]
-        padding = padding.transpose(1, 2).unsqueeze(2)
-        ignored = padding if ignored is None else ignored | padding
-    return ignored
-
-
-def _dense(x: Problem, ignored: Tensor | None) -> Dense:
+def _dense(x: Problem) -> Dense:
     bias = None
-    if ignored is not None:  # rows are 16-byte aligned, as the kernels want
-        columns = -(-ignored.shape[3] // 8) * 8
-        bias = torch.zeros((*ignored.shape[:3], columns), dtype=x.q.dtype, device=x.q.device)
-        bias = bias[..., : ignored.shape[3]].masked_fill_(ignored, -torch.inf)
+    if x.ignored is not None:  # rows are 16-byte aligned, as the kernels want
+        *sizes, keys = x.ignored.shape
+        bias = torch.zeros((*sizes, -(-keys // 8) * 8), dtype=x.q.dtype, device=x.q.device)
+        bias = bias[..., :keys].masked_fill_(x.ignored, -torch.inf)
     # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
     scale = max(x.scale, 1e-30)
     return Dense(x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), bias, x.is_causal, scale)
