@@ -6,7 +6,6 @@ Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h).
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn import functional as F
 

@@ -82,23 +82,14 @@ def configure(call: Call) -> DecodeConfig:
     keys = max(16, min(128, (1 << 14) // (block_dim * call.dtype.itemsize)))
     programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
-    splits = max(1, min(wanted, _most_tiles(call, keys)))
-    return DecodeConfig(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
-
-
-def _most_tiles(call: Call, keys: int) -> int:
-    """How many key tiles one head can meet at most."""
-    rects = endless(call.pattern, call.model_heads)
-    return max(
-        sum(_tiles(rect, call, keys) for rect in rects if rect.head <= head < rect.stop)
-        for head in {rect.head for rect in rects}
-    )
-
-
-def _tiles(rect: EndlessRect, call: Call, keys: int) -> int:
-    rows = -(-min(rect.key_span, call.keys, rect.high - rect.low + call.queries) // rect.key_step)
-    repeats = min(-(-(call.queries - 1) // rect.period) + 1, -(-call.keys // rect.period))
-    return repeats * -(-rows // keys)
+    tiles = []  # of each rectangle, that a head can meet at most
+    for rect in endless(call.pattern, call.model_heads):
+        seen = -(-min(rect.key_span, call.keys, rect.high - rect.low + call.queries) // rect.key_step)
+        repeats = min(-(-(call.queries - 1) // rect.period) + 1, -(-call.keys // rect.period))
+        tiles.append((rect, repeats * -(-seen // keys)))
+    heads = {rect.head for rect, _ in tiles}
+    most_tiles = max(sum(n for rect, n in tiles if rect.head <= head < rect.stop) for head in heads)
+    return DecodeConfig(rows, keys, max(1, min(wanted, most_tiles)), warps=8 if rows * block_dim > 4096 else 4)
 
 
 @functools.cache

@@ -18,10 +18,10 @@ from torch import Tensor
 from dilated_attention.backends.triton.attention import dkdv_kernel, dq_kernel, forward_kernel
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.dispatch import TileConfig
-from dilated_attention.backends.triton.strips import Strip, Strips, shows_itself
+from dilated_attention.backends.triton.strips import Strip, Strips, fills, shows_itself
 from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants
-from dilated_attention.backends.triton.tiling import Nest, Nests
+from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 
@@ -57,7 +57,7 @@ def prepare(
         call.has_padding, call.drops, has_band, call.has_padding or not all(map(shows_itself, strips)),
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
-        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, has_gaps(nests) and not again,
+        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, not again and fills(nests),
         call.adds_zeros, shifted, has_dlse and kernel == "dq", call.q_per_kv > 1,
     )  # fmt: skip
     q = call.dtype  # stands in for what is not there
@@ -74,12 +74,6 @@ def prepare(
         options["maxnreg"] = config.registers
     numbers = (*strides, *_numbers(call))
     return Launch(function, call.device, found.programs, numbers, constants, options, given, found, kernel)
-
-
-def has_gaps(nests: Nests | Strips) -> bool:
-    """Whether the first launch also writes the rows between its own: where each nest is one branch."""
-    rates = [nest.rates for nest in nests if isinstance(nest, Nest)]
-    return all(len(some) == 1 for some in rates) and any(some[0] > 1 for some in rates)
 
 
 def _columns(head_dim: int) -> tuple[int, int, int]:

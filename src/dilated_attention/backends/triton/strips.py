@@ -20,7 +20,7 @@ import numpy as np
 
 from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.endless import stretches
-from dilated_attention.backends.triton.tiling import Array, Nests
+from dilated_attention.backends.triton.tiling import Array, Nest, Nests
 from dilated_attention.branches import Blocks
 from dilated_attention.branches.base import Rect, Rows, grouped
 from dilated_attention.call import Call
@@ -234,9 +234,18 @@ def shows_itself(strip: Strip) -> bool:
     return bool(own.all()) and (strip.low or 0) <= 0 <= (strip.high or 0)
 
 
-def cover(strips: Iterable[Strip], call: Call) -> bool:
-    """Whether they have every row of every head."""
-    rows = sum(
-        strip.heads * strip.repeats * int((-((x[0] - x[2]) // x[1])).sum()) for strip in strips for x in [strip.mine.T]
-    )
+def fills(nests: Nests | Strips) -> bool:
+    """Whether the first launch also writes the rows between its own: where each nest is one branch."""
+    rates = [nest.rates for nest in nests if isinstance(nest, Nest)]
+    return all(len(some) == 1 for some in rates) and any(some[0] > 1 for some in rates)
+
+
+def cover(nests: Nests | Strips, call: Call) -> bool:
+    """Whether the first launch writes every row of every head."""
+    if isinstance(nests[0], Nest):
+        return fills(nests) or all(nest.rates[0] == 1 for nest in nests)
+    rows = 0
+    for strip in nests:
+        start, step, stop = strip.mine.T
+        rows += strip.heads * strip.repeats * int((-((start - stop) // step)).sum())
     return rows == call.kv_heads * call.queries

@@ -17,7 +17,7 @@ from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.backends.triton import dispatch, fuse, launch, nesting, strips
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Strides
-from dilated_attention.backends.triton.strips import Strip, Strips
+from dilated_attention.backends.triton.strips import Strips
 from dilated_attention.backends.triton.tiling import Nest, Nests
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.pattern import DilatedPattern
@@ -83,14 +83,10 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) ->
             heads=(last - first) * group, kv_heads=last - first, first_head=call.first_head + first,
             total_heads=call.model_heads,
         )  # fmt: skip
-        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, is_part=True))
+        found, lse[:, :, rows] = _unrounded(part, some, is_part=True)
+        fuse.put_(out[:, :, rows], found, add=False)  # rounded as it is copied
+        del found  # its memory is free before the next heads begin
     return out, lse
-
-
-def _put(out: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> None:
-    """Copy the results of some heads. They are held here alone: their memory is free before the next heads begin."""
-    fuse.put_(out, found, add=False)  # rounded as it is copied
-    lse.copy_(found_lse)
 
 
 def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
@@ -136,7 +132,7 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
             for name in names
             for at, some in enumerate(todo[name])
         ]
-        blank = not all(some and (launch.has_gaps(some[0]) or _covers(some[0], call)) for some in todo.values())
+        blank = not all(some and strips.cover(some[0], call) for some in todo.values())
         return Prepared(tuple(made), dtype, blank)
 
     found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
@@ -157,12 +153,6 @@ def _compile(launches: tuple[Launch, ...]) -> None:
         with ThreadPoolExecutor(len(new)) as pool:
             list(pool.map(Launch.compile, new.values()))
     CACHE.compiled.update(new)
-
-
-def _covers(some: Nests | Strips, call: Call) -> bool:
-    """Whether a launch has every row of every head."""
-    nests, others = [x for x in some if isinstance(x, Nest)], [x for x in some if isinstance(x, Strip)]
-    return all(nest.rates[0] == 1 for nest in nests) and (bool(nests) or strips.cover(others, call))
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
