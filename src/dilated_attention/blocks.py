@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.branches import Branch
-from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 
@@ -175,17 +174,14 @@ class HeadRun(NamedTuple):
         return tuple(x + index * step for x, step in zip(self.first, self.steps, strict=True))
 
 
-def head_runs(placed: Iterable[Ints], alike: Callable[[int], Hashable], group: int) -> list[HeadRun]:
-    """Heads, each with where its rows begin, in few views; the heads of a view are alike: they have as many rows."""
-    runs = []
-    for some in grouped(placed, lambda entry: alike(entry[0])).values():
-        left = dict.fromkeys(some)
-        while left:
-            run = _longest(left, group)
-            runs.append(run)
-            for i in range(run.heads):
-                del left[run.entry(i)]
-    return runs
+def head_runs(entries: Iterable[Ints], group: int) -> Iterator[HeadRun]:
+    """Heads, each with where its rows begin, in few views."""
+    left = dict.fromkeys(entries)
+    while left:
+        run = _longest(left, group)
+        for i in range(run.heads):
+            del left[run.entry(i)]
+        yield run
 
 
 def _longest(entries: Collection[Ints], group: int) -> HeadRun:

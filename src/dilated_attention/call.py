@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.branches import Branch
 from dilated_attention.checks import Ints
-from dilated_attention.pattern import DilatedPattern, Pattern, read_pattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.shown import Part
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
@@ -208,7 +209,7 @@ def unpacked(
     pattern, is_causal, backend = text.rsplit(" ", 2)
     _, first_head, total_heads, memory_cap_id = numbers
     return Call(
-        read_pattern(pattern), is_causal == "causal", scale, dropout_p, backend, first_head=first_head,
+        Pattern.from_dict(json.loads(pattern)), is_causal == "causal", scale, dropout_p, backend, first_head=first_head,
         total_heads=total_heads, memory_cap_id=memory_cap_id,
     ).with_shapes(*tensors)  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -62,7 +62,7 @@ class Pattern(Shown):
 
     needs_masks: ClassVar[bool] = True  # some blocks have pairs that do not count, but for those of a causal call
     shows_itself: ClassVar[bool] = False  # each query of a branch sees itself there
-    text: str  # the pattern in one string, which compilers check fast
+    text: str  # `to_dict` as JSON: one string, which compilers check fast
 
     def __init__(self, branches: Iterable[Branch], *, counts: Counts = "once") -> None:
         listed = tuple(branches) if isinstance(branches, Iterable) else (branches,)
@@ -108,7 +108,7 @@ class Pattern(Shown):
             >>> da.Pattern.from_dict({"branches": [{"kind": "window", "left": 7}], "counts": "once"})
             Pattern([Window(left=7)])
         """
-        if "rule" in given:
+        if "rule" in given:  # not by `of`, which would warn again of what the caller was told
             return DilatedPattern(**given)
         branches = []
         for some in given["branches"]:
@@ -212,7 +212,8 @@ class DilatedPattern(Pattern):
             )
         # a compiler may hold symbols for the numbers, which have no text: a range needs their values
         texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
-        text = " ".join((self.rule, *texts, self.mixing_gradient))
+        text = '{{"rule":"{}","segment_lengths":[{}],"dilation_rates":[{}],"mixing_gradient":"{}"}}'
+        text = text.format(self.rule, *texts, self.mixing_gradient)
         self._keep(len(rates), segment_lengths=lengths, dilation_rates=rates, text=text, counts="sum", listed=())
 
     def to_dict(self) -> dict[str, Any]:
@@ -368,13 +369,3 @@ def zeros_beside(branch: Branch, rows: int, num_tokens: int) -> int:
     """How many zero keys fill up a segment with so many rows, in a sequence of ``num_tokens``, if not causal."""
     assert isinstance(branch, Dilated)
     return -(-min(branch.length, num_tokens) // branch.rate) - rows
-
-
-def read_pattern(text: str) -> Pattern:
-    """The pattern with this `Pattern.text`."""
-    if text.startswith("{"):
-        return Pattern.from_dict(json.loads(text))
-    rule, *lists, mixing = text.split(" ")
-    lengths, rates = (json.loads(f"[{some}]") for some in lists)
-    # not by `of`, which would warn again of what the caller was told when the pattern was made
-    return DilatedPattern(cast(Rule, rule), lengths, rates, cast(MixingGradient, mixing))

@@ -163,10 +163,11 @@ def blocks_of(
             if (index, place.origin, head) not in elsewhere:
                 listed.setdefault(number, {})[head] = place
     for places in listed.values():
-        starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places.items()]
-        shapes = {head: (place.shape, head in fresh, place.but and head) for head, place in places.items()}
-        for run in head_runs(starts, shapes.__getitem__, call.q_per_kv):
-            yield from _of_run(call, index, run, places[run.first[0]], fold, run.first[0] in fresh)
+        kinds = grouped(places.items(), lambda item: (item[1].shape, item[0] in fresh, item[1].but and item[0]))
+        for (_, is_first, _), some in kinds.items():
+            starts = ((head, place.rect.queries.start, place.rect.keys.start) for head, place in some)
+            for run in head_runs(starts, call.q_per_kv):
+                yield from _of_run(call, index, run, places[run.first[0]], fold, is_first)
 
 
 def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
