@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from dilated_attention.branches.base import Rect
 from dilated_attention.pattern import DilatedPattern
 
 aten = torch.ops.aten
+compiled_flex = functools.cache(functools.partial(torch.compile, flex_attention, dynamic=False))  # when it is needed
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, kernel: SDPBackend | None = None) -> Tensor:
@@ -151,13 +151,8 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | No
 def flex(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
     """FlexAttention with the pattern as its mask, which is made once for each shape. On CUDA, compiled."""
     mask = _block_mask(pattern, q.shape[1], q.shape[2], is_causal, q.device)
-    out: Tensor = _compiled_flex()(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
+    out: Tensor = compiled_flex()(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
     return out.transpose(1, 2)
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.lru_cache(maxsize=8)

@@ -125,9 +125,18 @@ def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
 
 def answer(results: Record) -> str:
     """How fast the library is in training, and with which pattern; how many implementations are right."""
-    if not results["checks"]:
+    if not (checks := results["checks"]):
         return "Nothing was checked, so nothing was timed. Run a suite to get an answer."
-    return f"{_speed(results['measurements'])} {_right(results['checks'])}"
+    every = {check["implementation"] for check in checks}
+    wrong = {check["implementation"]: check["ours"] for check in checks if check["verdict"] != "exact"}
+    right = f"{len(every) - len(wrong)} of {len(every)} implementations match the float64 oracle"
+    said = f"{_speed(results['measurements'])} {right}"
+    if any(wrong.values()):
+        return f"{said}; wrong ones of this library: {', '.join(sorted(filter(wrong.get, wrong)))}."
+    if wrong:
+        return f"{said}; the others are not of this library."
+    only_outputs = any(set(check["errors"]) == {"out"} for check in checks)
+    return f"{said} in their outputs." if only_outputs else f"{said}, gradients included."
 
 
 def _speed(measurements: Sequence[Record]) -> str:
@@ -166,18 +175,6 @@ def _compared(mine: Record, other: Record) -> str:
         return "about as fast as"
     factor = other_median / median
     return f"{number_text(factor)}× as fast as" if factor >= 1 else f"{number_text(1 / factor)}× slower than"
-
-
-def _right(checks: Sequence[Record]) -> str:
-    every = {check["implementation"] for check in checks}
-    wrong = {check["implementation"]: check["ours"] for check in checks if check["verdict"] != "exact"}
-    said = f"{len(every) - len(wrong)} of {len(every)} implementations match the float64 oracle"
-    if any(wrong.values()):
-        return f"{said}; wrong ones of this library: {', '.join(sorted(filter(wrong.get, wrong)))}."
-    if wrong:
-        return f"{said}; the others are not of this library."
-    only_outputs = any(set(check["errors"]) == {"out"} for check in checks)
-    return f"{said} in their outputs." if only_outputs else f"{said}, gradients included."
 
 
 HEADS = "attention over heads"

@@ -34,8 +34,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention import charts
+from dilated_attention.bench import regress
+from dilated_attention.bench.pace import log
 from dilated_attention.bench.results import Record
 from dilated_attention.cli import options
+from dilated_attention.cli.compare import summary
 from dilated_attention.cli.options import option
 from dilated_attention.units import cell_text
 
@@ -60,7 +63,6 @@ OPTIONS = (
 def run(given: Namespace) -> int:
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import suites
-    from dilated_attention.bench.pace import log
 
     with options.refusing():
         names = suites.named(given.suite or ["quick"])
@@ -86,10 +88,9 @@ def run(given: Namespace) -> int:
 
 def _show(kept: Kept, results: Record, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
-    from dilated_attention.bench import machine, regress
+    from dilated_attention.bench import machine
     from dilated_attention.bench.page import write_report
     from dilated_attention.bench.suites import PREVIOUS
-    from dilated_attention.cli.compare import summary
     from dilated_attention.cli.output import console, print_json
 
     screen = console(stderr=given.json)

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dilated_attention.bench import regress
 from dilated_attention.bench.results import DIRECTIONS, load, setting, with_ranks
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
@@ -24,8 +25,6 @@ from dilated_attention.units import number_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dilated_attention.bench.regress import Change, Regression
-
 OPTIONS = (
     option("before", "BEFORE", RESULTS, Path), option("after", "AFTER", RESULTS, Path),
     option("--threshold", "RATIO", "The least ratio that counts as a change.", float, 1.05), options.JSON,
@@ -33,7 +32,6 @@ OPTIONS = (
 
 
 def run(given: Namespace) -> int:
-    from dilated_attention.bench import regress
     from dilated_attention.cli.output import console, print_json
 
     with options.refusing():
@@ -45,7 +43,7 @@ def run(given: Namespace) -> int:
     return int(regression.is_worse)
 
 
-def _print(screen: Console, regression: Regression) -> None:
+def _print(screen: Console, regression: regress.Regression) -> None:
     """What is the same is only counted."""
     from dilated_attention.cli.output import print_table
 
@@ -69,7 +67,7 @@ def _print(screen: Console, regression: Regression) -> None:
     screen.print(f"\n{summary(regression)}")
 
 
-def _row(change: Change) -> list[str]:
+def _row(change: regress.Change) -> list[str]:
     who = [with_ranks(change.before), DIRECTIONS[change.before["direction"]]]
     both = (change.before, change.after)
     times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in both]
@@ -78,6 +76,6 @@ def _row(change: Change) -> list[str]:
     return [*who, *times, ratio, low and f"{low}–{high}", memory, change.verdict]
 
 
-def summary(regression: Regression) -> str:
+def summary(regression: regress.Regression) -> str:
     count = Counter(change.verdict for change in regression.changes)
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
