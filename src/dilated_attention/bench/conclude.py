@@ -7,11 +7,11 @@ Legend: a record is one entry of results["measurements"]; "saved" is 1 - after /
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, far_off, segments, setting
+from dilated_attention.branches.base import grouped
 from dilated_attention.pattern import RULES, DilatedPattern
 from dilated_attention.units import number_text
 
@@ -89,13 +89,10 @@ USE_CASES = (
 
 def _by_setting(records: Iterable[Record], **wanted: Sequence[Any]) -> list[dict[str, Record]]:
     """Those with figures and one of these values each: of each setting, length and direction by implementation."""
-    groups: dict[Any, dict[str, Record]] = defaultdict(dict)
-    for record in records:
-        is_wanted = all(record[name] in values for name, values in wanted.items())
-        if is_wanted and record["ms"] and record["peak_bytes"]:
-            where = setting(record), record["tokens"], record["direction"]
-            groups[where].setdefault(record["implementation"], record)
-    return [*groups.values()]
+    some = (x for x in records if all(x[name] in values for name, values in wanted.items()))
+    measured = (x for x in some if x["ms"] and x["peak_bytes"])
+    groups = grouped(measured, lambda x: (setting(x), x["tokens"], x["direction"]))
+    return [{x["implementation"]: x for x in alike} for alike in groups.values()]
 
 
 def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:

@@ -40,21 +40,19 @@ DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
 RELEASED = "gather-pad-scatter"
 Module = TypeVar("Module", bound=nn.Module)
-MODULES: tuple[type[Any], ...] = (
+MODULES: dict[type[Any], str] = dict.fromkeys((
     DilatedAttention, compat.ImprovedDilatedAttention, RingDilatedAttention, compat.RingDilatedAttentionV2Collective,
-    compat.RingDilatedAttentionProduction, compat.RingAttentionV2Simple,
-)  # fmt: skip
+    compat.RingDilatedAttentionProduction,
+), "head_groups") | {compat.RingAttentionV2Simple: "dense"}  # fmt: skip
 PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
 
 
 def everything() -> list[Implementation]:
     """The yardstick first, then ours, then the baselines."""
-    modules = []
-    for kind in MODULES:
-        rule = "dense" if kind is compat.RingAttentionV2Simple else "head_groups"
-        modules.append(Implementation(kind.__name__, "module", rule, partial(_module, kind, rule)))
-    for kind in PROJECTING:
-        modules.append(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)))
+    modules = [
+        *(Implementation(x.__name__, "module", rule, partial(_module, x, rule)) for x, rule in MODULES.items()),
+        *(Implementation(x.__name__, "multihead", "head_groups", partial(projecting, x)) for x in PROJECTING),
+    ]
     over_ranks = [  # the same with the sequence over processes, which meet over gloo; checked against one device
         replace(one, name=f"{one.name}, {ranks} ranks", kind="ring", build=partial(_sharded, one.build),
                 whole=one.build, ranks=ranks)

@@ -5,7 +5,6 @@ Colours are those for light paper. `dark_style` turns them where the reader pref
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from dilated_attention import charts
 from dilated_attention.bench.conclude import TELLING
 from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, milliseconds, setting, with_ranks
+from dilated_attention.branches.base import grouped
 from dilated_attention.units import bytes_text, number_text
 
 LOST = "out of memory"
@@ -97,11 +97,9 @@ def first(drawn: Iterable[Record], wanted: str) -> list[str]:
 
 def settings(drawn: Iterable[Record]) -> list[str]:
     """Every setting, the one with the most lengths and then points first."""
-    tokens: dict[str, list[int]] = defaultdict(list)
-    for one in drawn:
-        tokens[one["setting"]].append(one["tokens"])
-    start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
-    return sorted(tokens, key=lambda name: name != start)
+    found = grouped(drawn, lambda one: one["setting"])
+    start = max(found, key=lambda name: (len({one["tokens"] for one in found[name]}), len(found[name])), default="")
+    return sorted(found, key=lambda name: name != start)
 
 
 def line_chart(data: Record, height: int, inside: str = "true") -> Record:

@@ -54,10 +54,9 @@ def run(given: Namespace) -> None:
     patterns, (kept, output) = written(found.patterns), found.kept
     charts.write(given.output, (json.dumps(patterns, indent=1) + "\n").encode())
     if given.chart is not None:
-        numbers = zip(found.shares, output, strict=True)
         cells = [
-            {"layer": layer, "head": head, "pairs": pairs, "kept": part}
-            for layer, both in enumerate(numbers) for head, (pairs, part) in enumerate(zip(*both, strict=True))
+            {"layer": layer, "head": head, "pairs": pairs, "kept": output[layer][head]}
+            for layer, shares in enumerate(found.shares) for head, pairs in enumerate(shares)
         ]  # fmt: skip
         titles = {"pairs": "share of dense attention's pairs", "kept": "share of its output that is kept"}
         maps = [plots.heat_map(cells, name, "head", "layer", title) for name, title in titles.items()]

@@ -34,6 +34,7 @@ from dilated_attention.bench.results import (
     share_of_limit,
     with_ranks,
 )
+from dilated_attention.branches.base import grouped
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
@@ -79,9 +80,7 @@ def write_report(results: Record, folder: Path, *, say: Callable[[str], None] = 
 
 def page(results: Record) -> str:
     points = plots.points(results["measurements"])
-    settings: dict[str, list[str]] = defaultdict(list)
-    for name in plots.settings(points):
-        settings[name.partition(": ")[0]].append(name)
+    settings = grouped(plots.settings(points), lambda name: name.partition(": ")[0])  # by suite
     first = {name: plots.first(points, name) for names in settings.values() for name in names}
     told = {
         "specification": plots.interactive("points"), "points": points, "first": first, "figures": plots.FIGURES,
@@ -117,10 +116,8 @@ def recommendations(results: Record) -> Record:
 def suites(results: Record) -> list[Record]:
     """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
     tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
-    settings: dict[str, list[Record]] = defaultdict(list)
-    for one in sorted(results["measurements"], key=lambda one: int(one["tokens"])):
-        settings[setting(one)].append(one)
-    for title, mine in settings.items():
+    measured = sorted(results["measurements"], key=lambda one: int(one["tokens"]))
+    for title, mine in grouped(measured, setting).items():
         tables.setdefault(mine[0]["suite"], []).append(_of_setting(title.partition(": ")[2], mine))
     for one in results["tables"]:
         is_number = [any(isinstance(row[at], int | float) for row in one["rows"]) for at in range(len(one["columns"]))]
@@ -158,11 +155,9 @@ def _cell(passes: dict[str, Record]) -> str:
 
 def checks(results: Record) -> dict[str, Record]:
     """Those that are "wrong", ours first, or "right": each with the error that is the largest for its limit."""
-    by_name = defaultdict(list)
-    for check in sorted(results["checks"], key=lambda check: not check["ours"]):
-        by_name[with_ranks(check)].append(check)
+    ours_first = sorted(results["checks"], key=lambda check: not check["ours"])
     found: dict[str, list[Row]] = {"wrong": [], "right": []}
-    for name, mine in by_name.items():
+    for name, mine in grouped(ours_first, with_ranks).items():
         bad = [check for check in mine if check["verdict"] != "exact"]
         shown = bad or mine
         found["wrong" if bad else "right"].append([name, shown[0]["verdict"], _worst(shown), shown[0]["why"]])
