@@ -74,11 +74,11 @@ class KVCache:
         return tables_of(self.pattern, self.kv_heads, self.tokens, self.like.device)
 
     @functools.cached_property
+    @any_mode()
     def rows(self) -> list[Tensor]:
         """Of each table; there are none before the first is needed."""
         samples, _, dim = self.like.shape
-        with any_mode():
-            return [self.like.new_zeros(2, samples, len(x.heads), len(x.number), dim) for x in self.tables]
+        return [self.like.new_zeros(2, samples, len(x.heads), len(x.number), dim) for x in self.tables]
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
@@ -95,11 +95,11 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.rows)
 
+    @any_mode()
     def select(self, samples: Tensor) -> None:
         """Go on with these samples, each as often as it is named."""
-        with any_mode():
-            self.rows = [x.index_select(1, samples) for x in self.rows]
-            self.like = self.like[samples]
+        self.rows = [x.index_select(1, samples) for x in self.rows]
+        self.like = self.like[samples]
 
     def is_on_device(self, heads: int, backend: Backend) -> bool:
         """Whether the host has no part in a step, as a CUDA graph needs."""
@@ -132,11 +132,11 @@ class KVCache:
                         out[part], lse[part] = self.chunk(call, q[part], k[part], v[part], first + begin, samples)
         return out, lse
 
+    @any_mode()
     def keep(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None) -> None:
         """Keep what tokens after these can see of them."""
-        with any_mode():
-            for samples, first, n in self._alike(at, count, k.shape[1]):
-                self.keep_chunk(k[samples, :n], v[samples, :n], first, samples)
+        for samples, first, n in self._alike(at, count, k.shape[1]):
+            self.keep_chunk(k[samples, :n], v[samples, :n], first, samples)
 
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
         return [table.slot(at, count) for table in self.tables]
@@ -177,9 +177,8 @@ class KVCache:
         before = at % self.period
         if call.adds_zeros and at > before:  # a sequence is longer than its segments, and zero keys fill these up
             before += self.period
-        call = call.of(q, k, None, 0)._replace(
-            start=before, key_start=before, total=before + k.shape[1], in_parts=True
-        )  # fmt: skip
+        call = call.of(q, k, None, 0)
+        call = call._replace(start=before, key_start=before, total=before + k.shape[1], in_parts=True)
         with no_autocast(q.device):
             work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
