@@ -73,10 +73,9 @@ PATTERNS: dict[str, Callable[[Plain, torch.Tensor], Patterns]] = {
 
 def perform(options: argparse.Namespace, name: str, data: tasks_data.Data, about: dict[str, Any]) -> None:
     """One run, into its file; the dense one also leaves its weights."""
-    small, start, is_first = options.shrink, options.out / "dense.pt", name == "dense"
+    small, device, start, is_first = options.shrink, options.device, options.out / "dense.pt", name == "dense"
     n, width, depth, heads = TOKENS // small, max(32, 512 // small), 10, 8
     lengths, config = [n // 4, n] if is_first else [n], LMConfig(257, width, depth, heads, ALL, rotary_base=1e6)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not is_first:
         dense = Plain(LongNetLM.from_checkpoint(start).to(device, torch.bfloat16 if device == "cuda" else None))
         rows = tasks_data.step(data, 0, n, max(n, 16 * n // small), 1)[0].to(device)
@@ -102,12 +101,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--code", nargs="+", type=Path, help="folders of packages; by default those of this Python")
     parser.add_argument("--seconds", type=float, default=480.0, help="of training; a quarter of it for fine-tuning")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and widths by this, for a test")
-    parser.add_argument("--device", help="cpu or cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--commit", help="for a tree without its .git")
     options = parser.parse_args(words)
     data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, 4 * TOKENS // options.shrink)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    about = {"data": data.facts, "machine": machine.describe(device, options.commit)}
+    about = {"data": data.facts, "machine": machine.describe(torch.device(options.device), options.commit)}
     for name in ("dense", *PATTERNS):
         file = options.out / f"{name}.json"
         if not (file.exists() and json.loads(file.read_text("utf-8"))["complete"]):

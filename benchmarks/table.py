@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from dilated_attention import DilatedPattern
+from dilated_attention.bench import machine
+from dilated_attention.bench.conclude import far_rows
+from dilated_attention.bench.implementations import named
+from dilated_attention.bench.session import Session
 from dilated_attention.units import measured_text
 
 # who stands in README.md, and at which lengths; the page of the run has all
@@ -65,9 +72,6 @@ def page_table(results: dict[str, Any]) -> str:
 
 def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str) -> str:
     """Which share of the rows is in the longest segment, at each length."""
-    from dilated_attention import DilatedPattern
-    from dilated_attention.bench.conclude import far_rows
-
     shares = []
     for tokens in MEASURED:
         record = records[name, tokens, "forward"]
@@ -88,12 +92,6 @@ def _time(record: dict[str, Any] | None) -> str:
 
 def measure(folder: Path, commit: str | None) -> None:
     """Suggested patterns beside what else there is; the slowest only as far as it takes seconds."""
-    import torch
-
-    from dilated_attention.bench import machine
-    from dilated_attention.bench.implementations import named
-    from dilated_attention.bench.session import Session
-
     session = Session(torch.device("cuda"), (torch.bfloat16,), seconds=1.0, commit=commit)
     session.limit_ms = 30_000.0
     steps = [

@@ -121,9 +121,8 @@ def config_of(run: Run, given: Any, small: int) -> LMConfig:
     layers = patterns_of(name, run.window // small, given.depth, given.heads, NEAR // small)
     near = None if name == run.attention else {"longnet": 1, "dilated": 2, "strided": 1}[name]
     pattern: Any = layers[0] if len({*layers}) == 1 else tuple(layers)
-    return LMConfig(
-        tasks_data.BEGIN + 1, given.dim, given.depth, given.heads, pattern, rotary_base=1e6, near=near
-    )  # fmt: skip
+    sizes = tasks_data.BEGIN + 1, given.dim, given.depth, given.heads
+    return LMConfig(*sizes, pattern, rotary_base=1e6, near=near)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from tasks_model import score
 
 from dilated_attention import charts
-from dilated_attention.bench.plots import INK, PAPER, styled, svg
+from dilated_attention.bench.plots import heat_map, styled, svg
 
 Result = dict[str, Any]
 Groups = dict[tuple[str, int], list[Result]]  # runs that differ in their seeds
@@ -165,17 +165,7 @@ def recall(groups: Groups) -> Result:
         for distance in sorted({one["from"] for one in cells}):
             some = [one["right"] for one in cells if one["from"] == distance]
             rows.append({"name": attention, "distance": distance, "right": sum(some) / len(some)})
-    x = {"field": "distance", "type": "ordinal", "title": "bytes from the fact to the answer, from",
-         "axis": {"labelExpr": TOKENS, "labelAngle": 0}}  # fmt: skip
-    y = {"field": "name", "type": "nominal", "title": None, "sort": [*COLOURS]}
-    shade = {"field": "right", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 1]}, "legend": None}
-    words = {"text": {"field": "right", "format": ".0%"}, "color": {"value": INK}}
-    layers = [
-        {"mark": {"type": "rect", "color": "#58a6ff", "stroke": PAPER}, "encoding": {"fillOpacity": shade}},
-        {"mark": {"type": "text", "fontSize": 11}, "encoding": words},
-    ]
-    size = {"width": {"step": 46}, "height": {"step": 26}}
-    return {"data": {"values": rows}, **size, "encoding": {"x": x, "y": y}, "layer": layers}
+    return heat_map(rows, "right", "distance", "name", "recall, by bytes from the fact to the answer")
 
 
 def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float]]], x: Result, y: Result) -> Result:

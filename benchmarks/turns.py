@@ -21,6 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn import functional as F
+
 WIDE = ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 CASES = {  # name: N, H, D, (w, r), rules and whether causal
     "A": (1 << 20, 12, 64, WIDE, [("longnet", False), ("longnet", True), ("head_groups", False)]),
@@ -87,8 +91,6 @@ def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
     sys.path.insert(0, str(tree.resolve() / "src"))
-    import torch
-
     import dilated_attention as da
     from dilated_attention.bench import machine
     from dilated_attention.testing import check, make_qkv
@@ -120,8 +122,6 @@ def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
 
 def first_step(attend: Callable[..., Any], *qkv: Any) -> float:
     """Seconds of the first forward and backward pass, in which kernels are compiled."""
-    import torch
-
     leaves = [x.detach().requires_grad_() for x in qkv]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -134,8 +134,6 @@ def first_step(attend: Callable[..., Any], *qkv: Any) -> float:
 def measure(
     ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float
 ) -> None:
-    import torch
-
     call = attend if mode == "eager" else torch.compile(attend, fullgraph=True, mode=mode)
     leaves = [x.detach().requires_grad_() for x in qkv]
 
@@ -155,9 +153,6 @@ def measure(
 
 def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: float) -> None:
     """A transformer block of 768 columns at 8,192 tokens, with our attention, with dense attention, and with none."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return function(q, k, v, pattern, is_causal=True)
@@ -196,8 +191,6 @@ def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: flo
 
 def timed(call: Callable[[], None], seconds: float, few: int = 8) -> list[float]:
     """The quartiles of the milliseconds of single calls, the device waited for after each."""
-    import torch
-
     wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
     for _ in range(few):
         call()

@@ -14,6 +14,7 @@ from torch import Tensor
 from dilated_attention.models.generate import BEGIN
 
 BYTES = BEGIN + 1  # tokens that bytes need
+PIECE = 64  # tokens of the pieces that the first rows of a training may be joined of
 
 
 def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
@@ -56,11 +57,13 @@ class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
     ``rows[i]`` depends on i alone, so it is the same on every rank; rows[count] begins the second round. A ``seed``
-    shuffles documents and rows in each round: rows that follow one another would be too much alike for one step.
+    shuffles documents and rows in each round: rows that follow one another would be too much alike for one step. The
+    first ``short`` rows are joined of pieces from all over the text, which do not see one another.
     """
 
-    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
-        self.documents, self.tokens, self.seed, self.round = documents, tokens, seed, -1
+    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None, short: int = 0) -> None:
+        self.documents, self.tokens, self.seed, self.short, self.round = documents, tokens, seed, short, -1
+        self.piece = min(PIECE, tokens)
         total = sum(map(len, documents))
         self.count = total // tokens  # rows, each time round
         if not self.count:
@@ -71,16 +74,18 @@ class PackedRows:
         around, place = divmod(index, self.count)
         if around != self.round:
             self._arrange(around)
-        first = int(self.order[place]) * self.tokens
-        ends = (self.begins - first).clamp(0, self.tokens).unique_consecutive()  # type: ignore[no-untyped-call]
-        return self.whole[first : first + self.tokens].long().unsqueeze(0), ends
+        size, order = (self.piece, self.pieces) if index < self.short else (self.tokens, self.order)
+        each = self.tokens // size
+        parts = order[each * place : each * (place + 1)]
+        ends = (self.begins - size * parts.unsqueeze(1)).clamp(0, size) + size * torch.arange(each).unsqueeze(1)
+        return self.whole.unfold(0, size, size)[parts].reshape(1, -1).long(), ends.unique()
 
     def _arrange(self, around: int) -> None:
-        sizes = len(self.documents), self.count
-        documents, self.order = map(torch.arange, sizes)
+        sizes = len(self.documents), self.count, self.count * (self.tokens // self.piece)
+        documents, self.order, self.pieces = map(torch.arange, sizes)
         if self.seed is not None:
             drawn = torch.Generator().manual_seed(self.seed + around)
-            documents, self.order = (torch.randperm(size, generator=drawn) for size in sizes)
+            documents, self.order, self.pieces = (torch.randperm(size, generator=drawn) for size in sizes)
         arranged = [self.documents[index] for index in documents]
         self.whole, self.round = torch.cat(arranged), around
         self.begins = torch.tensor([0, *map(len, arranged)]).cumsum(0)

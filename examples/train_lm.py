@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import witten_bell
-from texts import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, summary, tokens_of
+from texts import BEGIN, BYTES, PIECE, PackedRows, held_out_rows, read_texts, summary, tokens_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,14 +32,12 @@ from training import Checkpoints, Log, together
 
 import dilated_attention as da
 from dilated_attention import charts
+from dilated_attention.cli.options import branches
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted, weights
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 
-
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.nargs == 0 else super()._get_help_string(action)
+ANSWER = 20.0  # the weight of an answer: there are few, and the rest of a text says little of what is far
 
 
 def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -56,15 +54,15 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.", formatter_class=Help)
+    parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.")
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # in one line
 
     def number(name: str, unit: str, default: Any, text: str, least: int = 1, kind: Any = int, **more: Any) -> None:
-        read = at_least(least, kind)
+        read, text = at_least(least, kind), text if default is None else f"{text} (default: {default})"
         parser.add_argument(f"--{name}", type=read, default=default, metavar=unit, help=text, **more)
 
     parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
-    parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
+    parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders: %(default)s")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
     parser.add_argument("--from", dest="start", type=Path, help="a checkpoint to begin with: its model and its pattern")
@@ -74,17 +72,21 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     number("heads", "HEADS", 4, "of each layer")
     number("segments", "TOKENS", None, "lengths; by default as suggested for --tokens", nargs="+")
     number("rates", "RATE", None, "dilation rates, one per segment length", nargs="+")
+    several = "one for all layers or one for each, instead of the last two, such as 'Window(63), Strided(8)'"
+    parser.add_argument("--pattern", nargs="+", type=branches, metavar="BRANCHES", help=several)
     number("tokens", "TOKENS", 512, "the length of a row", least=2)
     number("rows", "ROWS", 4, "in a step")
     number("steps", "STEPS", 450, "in all; give more, and a training goes on")
     number("sequence", "RANKS", 1, "that share a row")
     number("lr", "RATE", 6e-3, "the highest learning rate", least=0, kind=float)
     number("warmup", "STEPS", 30, "in which it rises", least=0)
+    number("short", "STEPS", None, f"at first, with rows of pieces of {PIECE} tokens: what is near is learned sooner")
+    parser.add_argument("--ask", metavar="TEXT", help="bytes that ask: what follows one weighs more, and is counted")
     number("seed", "N", 0, "of weights, order and samples", least=-sys.maxsize)
     number("save-every", "STEPS", 200, "between two checkpoints")
     number("evaluate", "TOKENS", None, "lengths of held-out rows; --tokens, if that fits", least=2, nargs="+")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu", help="of this machine")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu", help="cuda if any")
     parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
     parser.add_argument("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
@@ -93,7 +95,11 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
-    model = ("size", "dim", "depth", "heads", "segments")
+    if options.pattern and options.segments:
+        parser.error("--pattern says all branches: leave out --segments and --rates")
+    if options.ask and options.tokenizer:
+        parser.error("--ask needs bytes: leave out --tokenizer")
+    model = ("size", "dim", "depth", "heads", "segments", "pattern")
     if options.start and any(getattr(options, name) != parser.get_default(name) for name in model):
         parser.error(f"--from names a whole model: leave out --{', --'.join(model)}")
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not LOCAL_RANK: all ranks of a machine must say the same
@@ -114,6 +120,7 @@ class Trainer:
             raise ValueError(f"{world} ranks: --sequence must divide them, and --rows be a multiple of the quotient")
         self.mesh = init_device_mesh(device, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
         self.group = self.mesh["sequence"].get_group()
+        self.asks = torch.tensor([*(options.ask or "").encode()], dtype=torch.int64, device=device)
         torch.manual_seed(options.seed)
         self.model = self.kind(config, device=device)
         if options.start is not None:
@@ -125,7 +132,7 @@ class Trainer:
         for part in (*self.model.blocks, self.model):
             fully_shard(part, mesh=every, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.1)
-        same = {name: getattr(options, name) for name in ("tokens", "rows", "seed", "lr", "warmup")}
+        same = {name: getattr(options, name) for name in ("tokens", "rows", "seed", "lr", "warmup", "short", "ask")}
         self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same, **facts})  # in which both must agree
         if saved := self.checkpoints.load():
             states = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
@@ -142,12 +149,14 @@ class Trainer:
         others = {"config": self.config.to_dict(), "tokenizer": self.options.tokenizer}
         return {**others, "model": model, "optimizer": optimizer}
 
-    def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's part of a row, and which of them count. Labels are shifted before anything is cut."""
+    def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this rank's part of a row, which of them count, and which are answers. Labels are shifted before a cut."""
         whole = row, shifted(row, documents), document_positions(documents).unsqueeze(0)
         tokens, labels, positions = (da.shard_sequence(x, self.group).to(self.options.device) for x in whole)
         over = da.ContextParallel(self.group, total_length=row.shape[1])
-        return self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=over), labels != IGNORED
+        counted = labels != IGNORED
+        answers = counted & torch.isin(tokens, self.asks)
+        return self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=over), counted, answers
 
     def gradients(self, rows: PackedRows) -> Tensor:
         """The loss of a step, averaged over its rows; gradients are those of one device."""
@@ -155,7 +164,9 @@ class Trainer:
         mine = range(first + self.mesh["data"].get_local_rank(), first + self.options.rows, self.mesh["data"].size())
         for index in mine:
             self.model.set_requires_gradient_sync(index == mine[-1])
-            losses, counted = self.losses(*rows[index])
+            losses, counted, answers = self.losses(*rows[index])
+            if self.options.ask:  # the loss itself stays what it is
+                losses.register_hook(torch.where(answers, ANSWER, 1.0).mul)
             loss = da.global_mean_for_ddp(losses, self.group, counted) / len(mine)
             loss.backward()
             total += loss.detach()
@@ -176,15 +187,16 @@ class Trainer:
         return float(norm.full_tensor() + 0 * weights.full_tensor())
 
     @torch.no_grad()
-    def bits(self, rows: PackedRows) -> float:
-        """Bits per token of held-out rows."""
-        sums, data = torch.zeros(2, dtype=torch.float64, device=self.options.device), self.mesh["data"]
+    def judged(self, rows: PackedRows) -> tuple[float, float]:
+        """Of held-out rows: bits per token, and the share of answers that are known: likelier than all else."""
+        sums, data = torch.zeros(4, dtype=torch.float64, device=self.options.device), self.mesh["data"]
         for first in range(0, rows.count, data.size()):  # every rank calls the model equally often
             mine = first + data.get_local_rank()
-            losses, counted = self.losses(*rows[mine])
-            sums += torch.stack((losses.double().sum(), counted.sum())) * (mine < rows.count)
+            losses, counted, answers = self.losses(*rows[mine])
+            found = losses.double().sum(), counted.sum(), (answers & (losses < math.log(2))).sum(), answers.sum()
+            sums += torch.stack(found) * (mine < rows.count)
         dist.all_reduce(sums)
-        return float(sums[0] / sums[1] / math.log(2))
+        return float(sums[0] / sums[1] / math.log(2)), float(sums[2] / sums[3])
 
     def sample(self, prompt: Tensor, count: int) -> list[int]:
         """The prompt, and what the model makes of it on the first rank; every rank calls this."""
@@ -230,8 +242,12 @@ def train(options: argparse.Namespace) -> None:
             transformers = charts.library("transformers", "--tokenizer needs", "models")
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer)
         vocabulary = BYTES if tokenizer is None else len(tokenizer)
-        branches, suggest = (options.segments, options.rates), da.DilatedPattern.suggest
-        pattern = da.DilatedPattern.longnet(*branches) if branches[0] else suggest(options.tokens, options.heads)
+        if options.pattern:
+            pattern = options.pattern[0] if len(options.pattern) == 1 else tuple(options.pattern)
+        elif options.segments:
+            pattern = da.DilatedPattern.longnet(options.segments, options.rates)
+        else:
+            pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
         config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
         if options.size is not None:
             most = max(vocabulary, SIZES[options.size]["vocab_size"])
@@ -239,9 +255,8 @@ def train(options: argparse.Namespace) -> None:
         if options.start is not None:
             found, said = weights.checkpoint(options.start)
             if (trained := found.get("tokenizer")) != options.tokenizer:
-                raise ValueError(
-                    f"{said} was trained {f'with --tokenizer {trained}' if trained else 'on bytes'}: so go on"
-                )
+                how = f"with --tokenizer {trained}" if trained else "on bytes"
+                raise ValueError(f"{said} was trained {how}: so go on")
             config = LongNetLM.of_checkpoint(found, said).config
         held_out = texts[9::10] or texts[-1:]
         rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
@@ -249,7 +264,7 @@ def train(options: argparse.Namespace) -> None:
         documents, unseen, prompts = (tokens_of(part, config.vocab_size, tokenizer) for part in parts)
         if options.prompt and not prompts:
             raise ValueError(f"--prompt {options.prompt!r} has no tokens")
-        rows = PackedRows(documents, options.tokens, options.seed)
+        rows = PackedRows(documents, options.tokens, options.seed, (options.short or 0) * options.rows)
         unseen_tokens = sum(map(len, unseen))
         by_length = held_out_rows(unseen, options.evaluate or [max(2, min(options.tokens, unseen_tokens))])
         same["texts"] = f"{summary(documents)} and, held out, {summary(unseen)}"
@@ -259,18 +274,22 @@ def train(options: argparse.Namespace) -> None:
     if not run(trainer, rows, log):
         return
     per_byte = 1.0 if tokenizer is None else unseen_tokens / sum(map(len, held_out))
-    found = {length: trainer.bits(part) * per_byte for length, part in by_length.items()}
+    judged = {length: trainer.judged(part) for length, part in by_length.items()}
+    found = {f"bits_per_byte_{length}": bits * per_byte for length, (bits, _) in judged.items()}
+    found |= {f"answers_known_{length}": known for length, (_, known) in judged.items() if options.ask}
     ids = trainer.sample((prompts or [documents[0][:64]])[0], options.sample)
     if log.speaks:
-        log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
+        log.add(trainer.step, **found)
         scored = max(part.tokens * part.count for part in by_length.values()) / per_byte  # bytes, by the model
         orders = witten_bell.bits_per_byte(b"".join(rest), b"".join(held_out)[: round(scored)])
-        print("\nheld-out bits per byte:", ", ".join(f"{x:.3f} in rows of {n}" for n, x in found.items()))
+        print("\nheld-out rows of   bits per byte", "  answers known" if options.ask else "")
+        for length, (bits, known) in judged.items():
+            print(f"{length:16,} {bits * per_byte:15.3f}", f"{known:15.0%}" if options.ask else "")
         print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
         print(tokenizer.decode(ids) if tokenizer else bytes(x for x in ids if x < BEGIN).decode(errors="replace"))
         if options.plot:
-            levels = {"held out": found[max(found)], **{f"Witten-Bell, order {n}": x for n, x in orders.items()}}
-            log.plot(options.out / "loss.svg", levels)
+            levels = {f"Witten-Bell, order {n}": x for n, x in orders.items()}
+            log.plot(options.out / "loss.svg", {"held out": judged[max(judged)][0] * per_byte, **levels})
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def check_command(program: str, *words: str) -> None:
         assert extra, words
         assert extra[1] in {None, *project["optional-dependencies"]}
     elif program == "dilated-attention":
-        for command, *given in map(str.split, " ".join(words).split(" | dilated-attention ")):
+        for command, *given in map(shlex.split, shlex.join(words).split(" '|' dilated-attention ")):
             parsers()[command].parse_intermixed_args(given)  # reads the options as in a run, and stops there
     else:
         assert program in ("python", "torchrun")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("pools_that_end")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import stories  # noqa: E402
 import train_lm  # noqa: E402
 import witten_bell  # noqa: E402
 from texts import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, tokens_of  # noqa: E402
@@ -291,6 +293,10 @@ BAD = {
     "--lr nan": "argument --lr: give a finite number of 0 or more, got 'nan'",
     "--device cuda": "--device cuda needs a GPU per rank, 1 here, and torch sees 0",
     "--from x --heads 2": "--from names a whole model: leave out --size, --dim",
+    "--from x --pattern Dense()": "--from names a whole model: leave out --size, --dim",
+    "--pattern Dense() --segments 8 --rates 1": "--pattern says all branches: leave out --segments and --rates",
+    "--pattern Sparse()": "argument --pattern: 'Sparse()' is no pattern (there is no Sparse: use Pattern",
+    "--ask = --tokenizer words": "--ask needs bytes: leave out --tokenizer",
     "--steps many": WHOLE.format("steps", 1, "many"), "--tokens 1": WHOLE.format("tokens", 2, 1),
 }  # fmt: skip
 
@@ -372,6 +378,66 @@ def test_a_sample_goes_on_from_a_prompt(tmp_path: Path, capfd: pytest.CaptureFix
     assert "--steps STEPS in all; give more, and a training goes on (default: 450)" in told
 
 
+def answering(arguments: list[str]) -> None:
+    """Gradients are those of a loss in which bytes after digits weigh more."""
+    trainer = train_lm.Trainer(options := train_lm.arguments(arguments), ANY)
+    rows = PackedRows(tokens_of(read_texts(options.text), BYTES), options.tokens, options.seed)
+    plain = trainer.gradients(rows)
+    found = [parameter.grad.full_tensor().clone() for parameter in trainer.model.parameters()]  # type: ignore[union-attr]
+    trainer.optimizer.zero_grad()
+    row, documents = rows[0]
+    losses, counted, answers = trainer.losses(row, documents)
+    after_a_digit = torch.tensor([[chr(x).isdigit() for x in row[0].tolist()]])
+    assert torch.equal(answers, after_a_digit & counted)
+    assert plain == pytest.approx(float(losses.sum() / counted.sum()), rel=1e-6)
+    ((losses * torch.where(answers, train_lm.ANSWER, 1.0)).sum() / counted.sum()).backward()
+    for parameter, gradient in zip(trainer.model.parameters(), found, strict=True):
+        assert error(gradient, parameter.grad.full_tensor()) < 1e-5  # type: ignore[union-attr]
+
+
+ANY = train_lm.LMConfig(BYTES, 16, 2, 2, da.Pattern([da.Dense()]))
+
+
+def test_answers_weigh_more(tmp_path: Path) -> None:
+    alone(answering, given(tmp_path, "--rows", 1, "--ask", "0123456789"))
+
+
+def judged(arguments: list[str]) -> tuple[float, float]:
+    """Of a model that is sure of a line feed after every byte."""
+    trainer = train_lm.Trainer(options := train_lm.arguments(arguments), ANY)
+    losses = trainer.losses
+
+    def sure(row: torch.Tensor, documents: torch.Tensor) -> Any:
+        _, counted, answers = losses(row, documents)
+        is_right = train_lm.shifted(row, documents) == ord("\n")
+        return torch.where(is_right, 0.5, 4.0) * counted, counted, answers
+
+    trainer.losses = sure  # type: ignore[method-assign]
+    rows = PackedRows(tokens_of(read_texts(options.text), BYTES), options.tokens)
+    return trainer.judged(rows)
+
+
+def test_answers_are_known_that_are_likelier_than_all_else(tmp_path: Path) -> None:
+    """A line feed follows the second digit of every line."""
+    bits, known = alone(judged, given(tmp_path, "--ask", "0123456789"))
+    assert 0.5 / math.log(2) < bits < 4 / math.log(2)
+    assert 0.4 < known < 0.6
+
+
+def test_a_pattern_for_each_layer_short_rows_and_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = ["--pattern", "Window(3)", "Dense(), Prefix(1)", "--short", 2, "--ask", "0123456789", "--evaluate", 20, 40]
+    arguments = [word for word in given(tmp_path, *more) if word != "--tokens=40"]
+    del arguments[arguments.index("--segments") : arguments.index("--rates") + 3]
+    train_lm.main([*arguments, "--tokens", "128"])
+    patterns = train_lm.LongNetLM.from_checkpoint(tmp_path / "out").config.patterns
+    assert patterns == (da.Pattern([da.Window(3)]), da.Pattern([da.Dense(), da.Prefix(1)]))
+    table = (
+        r"^held-out rows of   bits per byte   answers known\n +20 +\d\.\d{3} +\d+%\n +40 +\d\.\d{3} +\d+%\nWitten-Bell"
+    )
+    assert re.search(table, capfd.readouterr().out, re.MULTILINE)
+    assert "is from another training: short was 2 and is 1" in alone(said, [*arguments, "--tokens=128", "--short=1"])
+
+
 # --- text -------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +465,33 @@ def test_rows_hold_every_document(tmp_path: Path) -> None:
         assert Counter(tokens[tokens < BEGIN].tolist()) <= Counter(b"".join(texts))
     assert not torch.equal(*rounds), "another order"
     assert torch.equal(found[4][0], rows[4][0])
+
+
+def test_first_rows_are_joined_of_pieces() -> None:
+    """Each from another place, and cut off from its neighbours; all of a round are the whole text."""
+    text = torch.arange(1000)
+    rows, plain = (PackedRows([text[:300], text[300:]], 128, seed=3, short=short) for short in (7, 0))
+    found = [rows[index] for index in range(7)]
+    for _, ends in found:
+        assert {0, 64, 128} <= {*ends.tolist()}
+    assert sum(bool(row[0, 63] + 1 == row[0, 64]) for row, _ in found) <= 1
+    assert len(torch.cat([row[0] for row, _ in found]).unique()) == 7 * 128
+    for one, other in zip(rows[7], plain[7], strict=True):
+        assert torch.equal(one, other)
+    assert PackedRows([text], 40, short=1)[0][0].tolist() == [[*range(40)]]
+
+
+def test_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has two names in one text; held-out texts are stories of many."""
+    monkeypatch.setattr(sys, "argv", ["stories.py", str(tmp_path / "stories")])
+    runpy.run_path(str(EXAMPLES / "stories.py"), run_name="__main__")
+    texts = read_texts([tmp_path / "stories"])
+    assert (len(texts), {*map(len, texts)}) == (stories.TEXTS, {stories.SIZE})
+    people = [{*re.findall(rb"[A-Z][a-z]", text)} for text in texts]
+    for some in people:
+        assert len({name[:1] for name in some}) == len(some)
+    assert min(map(len, people[9::10])) > 20
+    assert len({*map(frozenset, people)}) == len(texts)
 
 
 @pytest.mark.parametrize("width", [8, 2])

@@ -26,7 +26,7 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("tune")
     monkeypatch.setattr(module, "CANDIDATES", dict.fromkeys(module.CANDIDATES, (GOOD, ODD)))
-    monkeypatch.setattr(module, "DEFAULTS", dict.fromkeys(module.CANDIDATES, TileConfig(*OTHER)))
+    monkeypatch.setattr(module, "DEFAULTS", dict.fromkeys(module.DEFAULTS, TileConfig(*OTHER)))
     monkeypatch.setattr(module, "LENGTHS", (8192, 32768))
     module.expected.cache_clear()
     return module

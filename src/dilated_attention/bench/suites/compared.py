@@ -23,17 +23,20 @@ QUICK = (
 )  # fmt: skip
 RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
-# who is compared, at which lengths, with which patterns; `QUESTIONS` of the page says why
+# who is compared, at which lengths, with which patterns
 PLAIN: dict[str, tuple[Group, ...]] = {
     # the most telling ones, and modules at one length
     "quick": ((QUICK, (2048,), (SUGGESTED,)), ((*QUICK, *MULTIHEAD[::2]), (4096,), (SUGGESTED,)),
               (QUICK, (8192,), (SUGGESTED,))),
+    # why a ring with ring_size=1 was slower: what copies of rows cost
     "copies": ((("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER),
                 (2048, 8192, 32768, 262144), SHORT),),
+    # is one faster or smaller?
     "improved": ((("DilatedAttention", "ImprovedDilatedAttention"), (4096, 8192, 32768, 1 << 20), PATTERNS),),
+    # side by side: time, and memory by ranks
     "ring": (((*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS)),
               (4096, 8192, 16384), SHORT),),
-    # each without and with: one projection of qkv, buffers
+    # published optimisations, each without and with: one projection of qkv, buffers
     "optimisations": ((MULTIHEAD[:2], (2048, 8192), SHORT),
                       (("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks"), (16384,), LONG)),
 }  # fmt: skip
