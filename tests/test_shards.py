@@ -76,18 +76,17 @@ def test_every_head_of_a_shared_segment_is_computed_by_one_rank(case: Case) -> N
     every: dict[tuple[int, int, range], Bundle] = {}
     for rank, bundles in enumerate(by_rank):
         for bundle in bundles:
-            assert every.setdefault((bundle.block.branch, bundle.block.origin, bundle.heads), bundle) == bundle
-            for index, head in enumerate(bundle.heads):
-                key = bundle.block.branch, bundle.block.origin, head
+            block, numbers = bundle.block, bundle.block.queries.numbers
+            assert every.setdefault((block.branch, block.origin, numbers), bundle) == bundle
+            for index, head in enumerate(numbers):
+                key = block.branch, block.origin, head
                 seen[key].add(rank)
                 rows = {x: tokens_of(view, index, shards.starts[x]) for x, view in bundle.members.items()}
                 assert rows == shared[key]
-                assert tokens_of(bundle.block.queries, index, bundle.block.origin) == [
-                    token for x in rows for token in rows[x]
-                ]
+                assert tokens_of(block.queries, index, block.origin) == [token for x in rows for token in rows[x]]
     assert {key: {*ranks} for key, ranks in shared.items()} == seen
     dealt: dict[tuple[int, int, tuple[int, ...]], Counter[int]] = {}
     for bundle in every.values():
         group = bundle.block.branch, bundle.block.origin, tuple(bundle.members)
-        dealt.setdefault(group, Counter(dict.fromkeys(bundle.members, 0)))[bundle.target] += len(bundle.heads)
+        dealt.setdefault(group, Counter(dict.fromkeys(bundle.members, 0)))[bundle.target] += bundle.block.heads
     assert all(max(some.values()) - min(some.values()) <= 1 for some in dealt.values()), "as even as can be"

@@ -61,12 +61,11 @@ class FakePending:
         return {address[0]: self.office.take(address, count) for address, count in self.receives.items()}
 
 
-class FakeTransport:
+class FakeTransport(ring.Checks):
     """A `Transport` over an office. ``log``: (step, bytes to, bytes from each rank) of what was posted."""
 
-    backend = "fake"
+    backend, verify = "fake", "always"
     agrees_on_host = True
-    number = 0
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size

@@ -189,7 +189,7 @@ def computed(case: Case, exchange: str) -> list[int]:
         (bundle.block.branch, bundle.block.origin, head): bundle.target
         for rank in range(case.ranks)
         for bundle in bundles_of(call, shards, rank)
-        for head in bundle.heads
+        for head in bundle.block.queries.numbers
     }
     for branch, start, head, tokens in segments(case):
         for index, token in enumerate(tokens):

@@ -41,13 +41,13 @@ CASES = [
 
 @contextmanager
 def as_on_nccl() -> Iterator[None]:
-    init = GroupTransport.__init__
+    init = GroupTransport.__post_init__
 
-    def changed(self: GroupTransport, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
+    def changed(self: GroupTransport) -> None:
+        init(self)
         self.agrees_on_host = False
 
-    with mock.patch.object(GroupTransport, "__init__", changed):
+    with mock.patch.object(GroupTransport, "__post_init__", changed):
         yield
 
 

@@ -256,26 +256,29 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     return name.lower()
 
 
-def carries(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a device's tensors can be sent: by a backend of their own, or through the host by gloo."""
-    return backend_name(group, device) is not None or backend_name(group, HOST) == "gloo"
-
-
 def telling_device(group: ProcessGroup, x: object) -> torch.device:
     """Where a rank can tell the others of an error: on the device of x, if it is a tensor that can be sent."""
-    if isinstance(x, Tensor) and carries(group, x.device):
+    if isinstance(x, Tensor) and _wire(group, x.device):
         return x.device
-    return HOST if carries(group, HOST) else torch.accelerator.current_accelerator() or HOST
+    return HOST if _wire(group, HOST) else torch.accelerator.current_accelerator() or HOST
 
 
 def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a device's tensors must be to be sent: gloo says that it takes CUDA tensors, and crashes on them."""
-    if not carries(group, device):
+    """Where a device's tensors must be to be sent."""
+    wire = _wire(group, device)
+    if wire is None:
         raise ValueError(
             f"the process group carries no {device.type} tensors, because its only backend is {group.name()}: pass "
             "'cpu:gloo,cuda:nccl' to init_process_group()"
         )
-    return HOST if backend_name(group, device) in (None, "gloo") else device
+    return wire
+
+
+def _wire(group: ProcessGroup, device: torch.device) -> torch.device | None:
+    """None: they cannot be sent. Gloo says that it takes CUDA tensors, and crashes on them."""
+    if backend_name(group, device) not in (None, "gloo"):
+        return device
+    return HOST if backend_name(group, HOST) == "gloo" else None
 
 
 def _tag(kind: str, message: Tensor) -> int:

@@ -36,10 +36,6 @@ class Bundle(NamedTuple):
     members: dict[int, View]  # those of each rank that holds some, in its tensors
     target: int  # computes it
 
-    @property
-    def heads(self) -> range:
-        return self.block.queries.numbers
-
 
 def can_deal(pattern: Pattern) -> bool:
     """Whether segments can be computed whole: queries and keys are the same rows, and no branch knows of another."""
@@ -106,7 +102,7 @@ class AllToAll(ParallelCall):
         super().__post_init__()
         self.bundles = bundles_of(self.call, self.shards, self.rank) if self.call.samples else ()
         self.computed_remotely = frozenset(
-            (bundle.block.branch, bundle.block.origin, head) for bundle in self.bundles for head in bundle.heads
+            (block.branch, block.origin, head) for block, *_ in self.bundles for head in block.queries.numbers
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
         there = ((bundle.target, bundle.members[self.rank]) for bundle in self.bundles)
@@ -123,7 +119,7 @@ class AllToAll(ParallelCall):
             results.append(self.compute(work, bundle, Inputs(*tensors)))
             self.kept += [tensors] if self.keeps else []
         for bundle, (part_lse, part) in self.back("forward", self.fields.results, results):
-            here, here_lse = (bundle.members[self.rank].of(x, self.q_per_kv) for x in (out, lse))
+            here, here_lse = (bundle.members[self.rank].of(x, work.group) for x in (out, lse))
             merge_(here, here_lse, part.to(here.dtype), part_lse, work.log_zero_keys(bundle.block))
         return out, lse
 
@@ -145,7 +141,7 @@ class AllToAll(ParallelCall):
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
             computed.append(self.compute(work, bundle, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
         for bundle, parts in self.back("backward", self.fields.gradients, computed):
-            for grad, x, group in zip(grads, parts, (self.q_per_kv, 1, 1), strict=True):
+            for grad, x, group in zip(grads, parts, (work.group, 1, 1), strict=True):
                 bundle.members[self.rank].of(grad, group).add_(x)
         return grads
 
@@ -192,7 +188,7 @@ class AllToAll(ParallelCall):
                 sends[member].append(parts)
         own = sends.pop(self.rank)
         messages = {member: pack(parts, here[member], fields) for member, parts in sends.items()}
-        with self.received(self.post(f"hop 2 of the {direction}", messages, there, fields), there, fields) as came:
+        with self.post(f"hop 2 of the {direction}", messages, there, fields) as came:
             waiting = {target: iter(parts) for target, parts in (came | {self.rank: own}).items()}
             for bundle in self.bundles:
                 yield bundle, next(waiting[bundle.target])

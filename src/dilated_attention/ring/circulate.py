@@ -18,10 +18,9 @@ from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import View
 from dilated_attention.call import Call
-from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
 from dilated_attention.plan import Away, away
-from dilated_attention.ring.parallel import NO_STEP, ParallelCall, Part, Step, message_bytes, unpack
+from dilated_attention.ring.parallel import NO_STEP, Coming, ParallelCall, Part, Step, message_bytes, unpack
 from dilated_attention.ring.shards import Shards
 
 
@@ -65,7 +64,7 @@ class Circulation(ParallelCall):
                 for part, tensors in zip(step.away[owner], arrived, strict=True):
                     results = work.each(part.blocks, Inputs(work.q, *tensors), None, (None, part.rows))
                     for block, (seen, seen_lse) in results:
-                        here, here_lse = (block.queries.of(x, self.q_per_kv) for x in (out, lse))
+                        here, here_lse = (block.queries.of(x, work.group) for x in (out, lse))
                         merge_(here, here_lse, seen, seen_lse)
         return out, lse
 
@@ -86,7 +85,7 @@ class Circulation(ParallelCall):
             self.take_sums(*before, totals)
             before = step, self.post(f"hop {number} of the gradients'", sums, step.sends, self.fields.sums)
         self.take_sums(*before, totals)
-        for grad, some, group in zip(grads, totals, (self.q_per_kv, 1, 1), strict=True):
+        for grad, some, group in zip(grads, totals, (work.group, 1, 1), strict=True):
             for rows, total in some.items():
                 rows.of(grad, group).add_(total)
         return grads
@@ -103,19 +102,19 @@ class Circulation(ParallelCall):
             for whole in part.blocks:
                 rows = whole.queries
                 if rows not in totals:
-                    like = rows.of(work.q, self.q_per_kv)
+                    like = rows.of(work.q, work.group)
                     totals[rows] = like.new_zeros(like.shape, dtype=self.call.sum_dtype)
                 for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results, (None, part.rows)):
-                    block.queries.within(rows).of(totals[rows], self.q_per_kv).add_(dq)
+                    block.queries.within(rows).of(totals[rows], work.group).add_(dq)
                     keys = block.keys.within(part.rows)
                     keys.of(dk_all).add_(dk)
                     keys.of(dv_all).add_(dv)
         return sums
 
-    def take_sums(self, step: Step, pending: Pending, totals: list[Totals]) -> None:
+    def take_sums(self, step: Step, coming: Coming, totals: list[Totals]) -> None:
         """Add what readers send home: readers of the same rows to one sum."""
-        with self.received(pending, step.sends, self.fields.sums) as came:
-            for reader, parts in step.sends.items():
-                for rows, some in zip(parts, came[reader], strict=True):
+        with coming as came:
+            for reader, parts in came.items():
+                for rows, some in zip(step.sends[reader], parts, strict=True):
                     for total, x in zip(totals[1:], some, strict=True):
                         total[rows] = total[rows].add_(x) if rows in total else x

@@ -19,7 +19,7 @@ from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import Pattern
-from dilated_attention.ring.counts import RECEIVED, Tally, count, pairs_by_rank
+from dilated_attention.ring.counts import Tally, count, pairs_by_rank
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, flops_text, seconds_text
 
@@ -278,10 +278,9 @@ def _cost(
     ranks: Iterable[int],
 ) -> ExchangeCost:  # fmt: skip
     """The largest numbers of these ranks."""
-    numbers = tallies[name][:, [*ranks]]
-    *of_passes, held, sums, pairs = numbers.amax(1).tolist()
-    hops, sent, received = of_passes[:2], of_passes[2:4], of_passes[RECEIVED]
+    numbers = tallies[name][:, [*ranks]].split_with_sizes((2, 2, 2, 3))
+    hops, sent, received, (held, sums, pairs) = (x.amax(1).tolist() for x in numbers)
     flops = call.head_dim * call.q_per_kv * call.samples * pairs
     seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
     forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
-    return ExchangeCost(forward, backward, int(numbers[RECEIVED].sum()), held, sums, 14 * flops / speed)
+    return ExchangeCost(forward, backward, int(numbers[2].sum()), held, sums, 14 * flops / speed)

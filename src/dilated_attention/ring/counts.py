@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches import Dilated
-from dilated_attention.branches.base import Rows, grouped
+from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import together, with_keys_here
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
-from dilated_attention.shown import Part, count_pairs, moved_to
+from dilated_attention.shown import count_pairs, moved_to
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
 # most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of
 # one sample and one query head of each key/value head.
-RECEIVED = slice(4, 6)
 Tally = Tensor  # (9, ranks)
 Pair = tuple[int, int]
 T = TypeVar("T", int, Tensor)
@@ -65,7 +64,7 @@ def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: Tensor) -> Tal
     for rank in range(shards.ranks):
         gone = came = more = 0  # rows, and pairs more than those of its own queries
         for bundle in bundles_of(call, shards, rank):
-            whole, own, heads = bundle.block.queries, bundle.members[rank], len(bundle.heads)
+            whole, own, heads = bundle.block.queries, bundle.members[rank], bundle.block.heads
             is_here, first = bundle.target == rank, (own.token - whole.token) // whole.row_step
             gone += 0 if is_here else heads * own.rows
             came += heads * (whole.rows - own.rows) if is_here else 0
@@ -90,14 +89,10 @@ class Needs(NamedTuple):
     queries: Tensor  # (ranks,) that see them
     own: Tensor  # (ranks,) of K, that others need: the most of one rank before, and the most of one after
 
-    @classmethod
-    def none(cls, ranks: int) -> Needs:
-        rows = torch.zeros(ranks, ranks, dtype=torch.int64, device="cpu")
-        return cls(rows, *rows.new_zeros(2, ranks))
-
 
 def rows_needed(call: Call, shards: Shards) -> Needs:
-    rows, queries, own = needs = Needs.none(shards.ranks)
+    rows = torch.zeros(shards.ranks, shards.ranks, dtype=torch.int64, device="cpu")
+    queries, own = rows.new_zeros(2, shards.ranks)
     for index in range(len(call.branches)):
         known: dict[Ints, Needs] = {}
         branch = segmented(call, index)
@@ -108,7 +103,7 @@ def rows_needed(call: Call, shards: Shards) -> Needs:
             here = slice(ranks.start, ranks.stop)
             for x, part in zip((rows[here, here], queries[here], own[here]), known[cut], strict=True):
                 x += part
-    return needs
+    return Needs(rows, queries, own)
 
 
 def segmented(call: Call, index: int) -> Dilated | None:
@@ -142,15 +137,14 @@ def _offsets(call: Call, index: int, branch: Dilated) -> tuple[Tensor, ...]:
 
 def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
-    shards, starts, needs = Shards(cut, cut), torch.tensor(cut, device="cpu"), Needs.none(len(cut) - 1)
-    for reader, queries in enumerate(itertools.pairwise(cut)):
-        _, needs.queries[reader], lanes = _of_queries(call, index, *queries, cut[-1])
+    starts = torch.tensor(cut, device="cpu")
+    rows, queries = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(len(cut) - 1)
+    for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
+        _, queries[reader], lanes = _of_queries(call, index, first, stop, cut[-1])
         if lanes:
-            held = shards.holders(min(lane[0] for lane in lanes), max(Rows(*lane[:3]).last for lane in lanes) + 1)
             start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
-            before = _before(starts[held.start : held.stop + 1], start, step).minimum(length)
-            needs.rows[reader, held.start : held.stop] = (times * before.diff(dim=1)).sum(0)
-    return needs._replace(own=needs.rows.tril().amax(0) + needs.rows.triu().amax(0))
+            rows[reader] = (times * _before(starts, start, step).minimum(length).diff()).sum(0)
+    return Needs(rows, queries, rows.tril().amax(0) + rows.triu().amax(0))
 
 
 def _before(tokens: Tensor, start: Tensor | int, step: Tensor | int) -> Tensor:
@@ -175,30 +169,21 @@ def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
     pairs, seeing, lanes = 0, 0, list[Ints]()
     for head, times in kinds_of_heads(call, index) if queries else ():
         parts = list(call.parts(index, head - call.first_head, queries, n))
-        here, keys = _beyond(parts, queries, n)
+        rects = [
+            one
+            for rect, _ in parts
+            for elsewhere in ((0, queries.start), (queries.stop, n))
+            for part in with_keys_here(rect, *elsewhere)
+            for one in part.singles()
+            if not one.is_empty
+        ]
         pairs += times * count_pairs(parts, head)
-        seeing += times * here
-        lanes += [(*rows, times) for rows in keys]
+        seeing += times * sum(rows.length for rows in {rect.queries for rect in rects})
+        by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
+        for (step, _), some in by_step.items():
+            spans = together((keys.start, keys.last + step) for keys in some)
+            lanes += [(start, step, (stop - start) // step, times) for start, stop in spans]
     return pairs, seeing, lanes
-
-
-def _beyond(parts: list[Part], queries: range, n: int) -> tuple[int, list[Rows]]:
-    """How many of these queries see keys before or after all of them, and those keys, each once."""
-    rects = [
-        one
-        for rect, _ in parts
-        for elsewhere in ((0, queries.start), (queries.stop, n))
-        for part in with_keys_here(rect, *elsewhere)
-        for one in part.singles()
-        if not one.is_empty
-    ]
-    lanes = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
-    found = [
-        Rows(start, step, (stop - start) // step)
-        for (step, _), some in lanes.items()
-        for start, stop in together((keys.start, keys.last + step) for keys in some)
-    ]
-    return sum(rows.length for rows in {rect.queries for rect in rects}), found
 
 
 @functools.lru_cache(maxsize=256)

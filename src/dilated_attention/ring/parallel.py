@@ -8,10 +8,10 @@ Legend: a part (b, L, h): so many samples, rows of each, and key/value heads.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ class Field(NamedTuple):
 Fields = tuple[Field, ...]
 Part = tuple[Tensor, ...]  # one tensor per field
 Came = dict[int, list[Part]]  # by the rank that sent them
+Coming = AbstractContextManager[Came]  # which waits for them; after it their memory is free
 
 
 class Travelling(NamedTuple):
@@ -137,7 +138,7 @@ class ParallelCall:
     computed_remotely: SegmentHeads = frozenset()
 
     def __post_init__(self) -> None:
-        self.rank, self.q_per_kv = self.transport.rank, self.call.q_per_kv
+        self.rank = self.transport.rank
 
     def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
         if not backward and inputs.padding is not None and call.adds_zeros and call.samples:  # zero keys ask for ends
@@ -147,7 +148,7 @@ class ParallelCall:
             call, inputs, choice, backward=backward, ends=self.ends, computed_remotely=self.computed_remotely,
             keys_follow=any(step.receives for step in self.steps),
         )  # fmt: skip
-        self.fields = Travelling.of(work.k.dtype, self.q_per_kv, work.k.shape[3], work.padding is not None)
+        self.fields = Travelling.of(work.k.dtype, call.q_per_kv, work.k.shape[3], work.padding is not None)
         return work
 
     @staticmethod
@@ -155,34 +156,35 @@ class ParallelCall:
         """q, k, v, and padding where there is any."""
         return [x for x in work.own if x is not None]
 
-    def post(self, hop: str, messages: dict[int, Tensor], receives: Peers, fields: Fields) -> Pending:
+    def post(self, hop: str, messages: dict[int, Tensor], receives: Peers, fields: Fields) -> Coming:
+        """Begin a step."""
         sizes = {peer: message_bytes(parts, fields) for peer, parts in receives.items()}
-        return self.transport.post(f"{hop} {self.name}", messages, sizes)
+        return self._received(self.transport.post(f"{hop} {self.name}", messages, sizes), receives, fields)
 
     @contextmanager
-    def received(self, pending: Pending, receives: Peers, fields: Fields) -> Iterator[Came]:
+    def _received(self, pending: Pending, receives: Peers, fields: Fields) -> Iterator[Came]:
         messages = pending.wait()
         yield {peer: unpack(messages[peer], parts, fields) for peer, parts in receives.items()}
         self.transport.stats.hold(-sum(map(Tensor.numel, messages.values())))
 
     def arriving(self, direction: str, fields: Fields, tensors: Sequence[Tensor]) -> Iterator[Came]:
         """First nothing: the first step is on its way. Then what came in each step, with the next one on its way."""
-        packed: dict[tuple[View, ...], Tensor] = {}  # the last message: the next one may be equal
 
-        def post(number: int, step: Step) -> Pending:
-            sends = {}
-            for peer, parts in step.sends.items():
-                if parts not in packed:
-                    packed.clear()
-                    packed[parts] = pack([rows_of(tensors, rows, fields) for rows in parts], parts, fields)
-                sends[peer] = packed[parts]
-            return self.post(f"hop {number} of the {direction}", sends, step.receives, fields)
+        @functools.lru_cache(maxsize=1)  # the next message may be equal to the last
+        def packed(parts: tuple[View, ...]) -> Tensor:
+            return pack([rows_of(tensors, rows, fields) for rows in parts], parts, fields)
 
-        posted = map(post, itertools.count(1), (*self.steps, NO_STEP))
-        pending = next(posted)
+        posted = (
+            self.post(
+                f"hop {number} of the {direction}", {peer: packed(parts) for peer, parts in step.sends.items()},
+                step.receives, fields,
+            )
+            for number, step in enumerate((*self.steps, NO_STEP), 1)
+        )  # fmt: skip
+        coming = next(posted)
         yield {}
-        for number, step in enumerate(self.steps, 1):
-            with self.received(pending, step.receives, fields) as came:
-                pending = next(posted)
+        for number in range(1, len(self.steps) + 1):
+            with coming as came:
+                coming = next(posted)
                 with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {number}"):
                     yield came

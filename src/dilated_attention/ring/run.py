@@ -87,9 +87,13 @@ class Ranks:
         alone = group is None and self.memory_cap is None and self.parallel.total_length is None
         return None if alone else self
 
-    def transport(self, device: torch.device) -> GroupTransport:
+    def transport(self, device: torch.device) -> Checks:
         over = self.parallel
-        return GroupTransport(over.process_group(), device, over.timeout, over.debug, self.stats)
+        return Checks(over.process_group(), device, over.timeout, over.debug, self.stats, verify=over.verify)
+
+    def telling(self, x: object) -> Checks:
+        """For what is said before there is a call: on the device of x, a tensor of it, if that can be."""
+        return self.transport(telling_device(self.parallel.process_group(), x))
 
     def __repr__(self) -> str:
         where = "default group" if self.parallel.group is None else f"{self.size} ranks"
@@ -109,7 +113,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     with telling_ranks(ranks, inputs.q):
         if not call.kv_heads:  # compiled code around this call had no numbers for the shapes
             call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
-        checks = Checks(ranks, call.device)
+        transport = ranks.transport(call.device)
         if parallel.exchange == "alltoall" and not can_deal(call.pattern):
             raise ValueError(
                 f"exchange='alltoall' is for patterns of Dilated branches with counts='sum', got {call.pattern}: use "
@@ -117,10 +121,9 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
             )
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
         choice = choose(call)
-        fields = _fields(call, choice.name, parallel, checks.verify, wants_gradients)
-    lengths, seed = checks.agree(fields, call.queries, inputs.seed)
+        fields = _fields(call, choice.name, parallel, transport.verify, wants_gradients)
+    lengths, seed = transport.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
-    transport = checks.transport
     transport.past.calls += 1  # two calls that look alike still have backward passes of their own
     transport.number = transport.past.calls
     transport.warm_up()
@@ -136,7 +139,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     start, keeps = shards.starts[transport.rank], wants_gradients and parallel.use_checkpointing is False
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     way = kind(placed, transport, shards, exchange, keeps)
-    return _Parallel.apply(way, choice, checks, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
+    return _Parallel.apply(way, choice, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
@@ -146,11 +149,11 @@ def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None
     """
     if ranks is None or ranks.size == 1:
         return contextlib.nullcontext()
-    return telling(lambda fields: Checks.of(ranks, x).refuse(CALL, fields))
+    return telling(lambda fields: ranks.telling(x).refuse(CALL, fields))
 
 
 def _fields(
-    call: Call, backend: str, parallel: ContextParallel, verify: str, wants_gradients: bool
+    call: Call, backend: str, parallel: ContextParallel, verify: str | None, wants_gradients: bool
 ) -> dict[str, object]:
     """What must be alike on all ranks."""
     return {
@@ -170,18 +173,15 @@ def _fields(
     }
 
 
-class Checks:
-    """Whether and how the ranks compare what they are about to do."""
+@dataclass(eq=False)
+class Checks(GroupTransport):
+    """Messages among ranks, and whether and how they compare first what they are about to do."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.transport = ranks.transport(device)
-        self.past = self.transport.past
-        self.verify = ranks.parallel.verify or ("always" if self.transport.agrees_on_host else "first")
+    verify: str | None = None
 
-    @classmethod
-    def of(cls, ranks: Ranks, x: object) -> Checks:
-        """For what is said before there is a call: on the device of x, a tensor of it, if that can be."""
-        return cls(ranks, telling_device(ranks.parallel.process_group(), x))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.verify = self.verify or ("always" if self.agrees_on_host else "first")
 
     @property
     def is_due(self) -> bool:
@@ -194,7 +194,7 @@ class Checks:
     def ask(self, *given: Any, **more: Any) -> Agreement:
         """As the function, counted."""
         self.past.checks += 1
-        return ask(self.transport, *given, **more)
+        return ask(self, *given, **more)
 
     def refuse(self, call: str, fields: Mapping[str, object]) -> None:
         """Tell the other ranks, where they ask, why this one cannot run the call."""
@@ -203,19 +203,19 @@ class Checks:
 
     def agree(self, fields: Mapping[str, object], length: int, seed: Tensor | None) -> tuple[Ints, Tensor | None]:
         """The lengths of all shards and rank 0's seed."""
-        rank = self.transport.rank
         if self.is_due:
             agreement = self.ask(CALL, fields, length, 0 if seed is None else int(seed.item()))
             self.past.lengths.add(agreement.lengths)
             return agreement.lengths, None if seed is None else torch.full_like(seed, agreement.seeds[0])
         (known,) = self.past.lengths
-        if length != known[rank]:
+        rank, had = self.rank, known[self.rank]
+        if length != had:
             raise ValueError(
-                f"rank {rank} has {length} tokens and had {known[rank]} in all checked calls over this group; later "
+                f"rank {rank} has {length} tokens and had {had} in all checked calls over this group; later "
                 "ones are not checked: for shards that vary in length give verify='always'"
             )
         if seed is not None:  # it stays on the device: reading it would make the host wait
-            seed = self.transport.from_all("the seed", seed)[0]
+            seed = self.from_all("the seed", seed)[0]
         return known, seed
 
     def agree_on_backward(self, way: ParallelCall, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
@@ -226,7 +226,7 @@ class Checks:
                 "the backward of": way.call.pattern,
                 "shape": tuple(lse.shape[::2]),
                 "exchange": way.name,
-                "the number of the call (all ranks must run their backward passes in one order)": way.transport.number,
+                "the number of the call (all ranks must run their backward passes in one order)": self.number,
             }
             said = self.ask(BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
             is_wanted = any(said.flags)
@@ -245,24 +245,24 @@ class _Parallel(torch.autograd.Function):
     """A call over ranks as one node. Rows that are kept are saved tensors, which checkpoints drop and make again."""
 
     @staticmethod
-    def forward(ctx: Any, way: ParallelCall, choice: Choice, checks: Checks, *inputs: Any) -> Pair:
+    def forward(ctx: Any, way: ParallelCall, choice: Choice, *inputs: Any) -> Pair:
         with way.transport.closed_on_error():
             out, lse = run.forward(way.call, Inputs(*inputs), way, choice)
         kept, ctx.kept_as = tree_flatten(way.kept)
         ctx.save_for_backward(*inputs, out, lse, *kept)
-        ctx.way, ctx.checks, way.kept = way, checks, []
+        ctx.way, way.kept = way, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
 
     @staticmethod
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-        way: ParallelCall = ctx.way
-        with telling(functools.partial(ctx.checks.refuse, BACKWARD)):
+        way, transport = ctx.way, ctx.way.transport
+        with telling(functools.partial(transport.refuse, BACKWARD)):
             q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
             way.kept = tree_unflatten(kept, ctx.kept_as)
             check_transforms(dout, dlse)
-        dlse = ctx.checks.agree_on_backward(way, dlse, lse)
-        with way.transport.closed_on_error():
+        dlse = transport.agree_on_backward(way, dlse, lse)
+        with transport.closed_on_error():
             grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
-        return (None, None, None, *grads, None, None), (q, k, v)
+        return (None, None, *grads, None, None), (q, k, v)

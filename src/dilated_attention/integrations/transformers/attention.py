@@ -22,7 +22,7 @@ from dilated_attention.integrations.transformers.grid import RESET, Grid, taken
 from dilated_attention.models.lm import within
 from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host
-from dilated_attention.ring.run import Checks, Ranks
+from dilated_attention.ring.run import Ranks
 
 ALONE = "over a group, a model takes no attention_mask and no cache: shard_batch() makes what it takes"
 REFUSED = {
@@ -196,7 +196,7 @@ def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> Non
     over = Ranks.of(group)
     if over is None or (ranks := over.group) is None:
         return
-    checks, n = Checks.of(over, positions), positions.shape[1]
+    checks, n = over.telling(positions), positions.shape[1]
     if not checks.is_due:
         return
     ends = None if documents is None else documents.tolist()
