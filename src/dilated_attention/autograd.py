@@ -288,12 +288,6 @@ def _refuse_transforms(*_: Any) -> Any:
     raise NotImplementedError(NOT_COMPILED)
 
 
-_library.impl("forward_2", _autograd_forward, "Autograd", with_keyset=True)
-_library.impl("forward_2", _forward, "CompositeExplicitAutograd")
-_library.impl("backward_2", _autograd_backward, "Autograd", with_keyset=True)
-_library.impl("backward_2", _backward, "CompositeExplicitAutograd")
-
-
 def _fake_forward(query: Tensor, *_: Any) -> Pair:
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 
@@ -304,5 +298,10 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
 
 FORWARD = torch.ops.dilated_attention.forward_2
 torch.library.register_vmap("dilated_attention::forward_2", _refuse_transforms, lib=_library)
-torch.library.register_fake("dilated_attention::forward_2", _fake_forward, lib=_library)
-torch.library.register_fake("dilated_attention::backward_2", _fake_backward, lib=_library)
+for _name, _first, _below, _fake in (
+    ("forward_2", _autograd_forward, _forward, _fake_forward),
+    ("backward_2", _autograd_backward, _backward, _fake_backward),
+):
+    _library.impl(_name, _first, "Autograd", with_keyset=True)
+    _library.impl(_name, _below, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dilated_attention::{_name}", _fake, lib=_library)

@@ -79,30 +79,26 @@ def dilated_attention(
         dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
         key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``. The rows of ignored
             tokens still get an output: leave them out of pooling and of the loss.
-        query_offset: where in the key sequence the first query stands, as an int, or as an integer tensor (B,) with a
-            position for each sample. By default the queries are the last tokens. Not over a ``group``. A position
-            outside the key sequence is an error, with one exception: the kernels of "triton" read a tensor on the
-            device and cannot raise, so they give out = 0 and lse = -inf for queries outside. Calls with dropout or
-            float64, and all backward passes, do not use these kernels: the host then waits to read the tensor, and
-            raises.
-        enable_gqa: True: allow fewer key/value heads Hk than query heads H; H must be a multiple of Hk. Key/value head
-            h serves the query heads h*G to (h+1)*G - 1, with G = H // Hk. False: unequal numbers are an error.
+        query_offset: where in the key sequence the first query stands: an int, or an integer tensor (B,) with one for
+            each sample. By default the queries are the last tokens. Not over a ``group``. A position outside is an
+            error, with one exception: the kernels of "triton" read a tensor on the device, and give out = 0 and
+            lse = -inf there. With dropout or float64, and in a backward pass, the host waits to read it, and raises.
+        enable_gqa: allow fewer key/value heads Hk than query heads H, a multiple of Hk. Key/value head h serves the
+            query heads h*G to (h+1)*G - 1, with G = H // Hk.
         backend: "auto", "triton" (our kernels), "sdpa" (PyTorch's) or "eager" (matrix products). One asked for by name
             runs or raises.
         return_lse: also return the log-sum-exp of each query's scores, (B, N, H) with the N of query, in float32
             (float64 for float64 inputs). It is differentiable.
         group: a ``torch.distributed`` process group or 1-D ``DeviceMesh``: the tensors, and the result, are then this
-            rank's contiguous shard of the sequence. The shards may differ in length, and be empty. All ranks of the
-            group make the same call. Not traced by ``torch.compile``. Give a :class:`ContextParallel` instead to choose
-            how keys and values are sent (``exchange``, "auto" by default), the timeout, and the checks.
+            rank's contiguous shard of the sequence, which may be empty. All ranks make the same call. Not traced by
+            ``torch.compile``. A :class:`ContextParallel` also chooses how keys and values are sent (``exchange``,
+            "auto" by default), the timeout, and the checks.
         heads: for tensor parallelism, where this process holds only some of the key/value heads: (index of its first
-            one, number of them in the whole model). A head's branches and offsets depend on its index. By default this
-            process holds all heads.
-        cu_seqlens: borders of sequences that are packed along the tokens; query, key and value are then (1, T, H, D).
-            ``[0, ..., T]``: the start of each sequence, then the end of the last, as a list or an integer tensor. Each
-            has segments of its own, and none sees another. A tensor on CUDA makes the host wait while it is read, once.
-            Over a ``group`` it is that of all ranks' tokens, and sequences may lie on several ranks. Not with a query
-            shorter than key, nor with ``key_padding_mask``.
+            one, number of them in the whole model). A head's branches and offsets depend on its index.
+        cu_seqlens: borders ``[0, ..., T]`` of sequences that are packed along the tokens, as a list or an integer
+            tensor; query, key and value are then (1, T, H, D). Each sequence has segments of its own, and none sees
+            another. A tensor on CUDA makes the host wait while it is read, once. Over a ``group`` it is that of all
+            ranks' tokens. Not with a query shorter than key, nor with ``key_padding_mask``.
         sinks: (H,), one learned score per query head: each softmax has one more key of this score, without a value.
 
     Returns:
@@ -164,11 +160,8 @@ def attend(
     inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: CuSeqlens | None = None, *,
     warns: bool = True,
 ) -> Pair:  # fmt: skip
-    """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
-
-    ``inputs.seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users
-    mistake.
-    """
+    """(out, lse) of `dilated_attention`; over ``ranks`` unless it is None or a single rank. ``warns``: of what users
+    mistake. Dropout follows ``inputs.seed``, or a seed that is drawn here."""
     alone = ranks is None or ranks.size == 1
     with NO_RANKS if ranks is None else ring.telling_ranks(ranks, inputs.q):
         if not alone:

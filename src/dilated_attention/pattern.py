@@ -153,11 +153,11 @@ class Pattern(Shown):
     def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
         """Draws which keys each query sees, as an Altair chart for a notebook.
 
-        By default it draws the tokens of the longest segment, 512 at most, or 256 of a union; and four heads, or more
-        where branches need them. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as
-        this one; ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the
-        borders of so many shards; ``colour``: the largest "share" of a cell's pairs that one branch shows (default), or
-        the first "branch" that shows any.
+        By default the tokens of the longest segment, 512 at most, or 256 of a union; and four heads, or more where
+        branches need them. Options: ``is_causal``; ``kv_heads``; ``head``: only heads that see the same as this one;
+        ``query``: mark this token; ``window``: only the tokens of range(*window); ``ranks``: the borders of so many
+        shards; ``colour``: the largest "share" of a cell's pairs that one branch shows (default), or the first
+        "branch" that shows any.
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
@@ -173,9 +173,9 @@ class DilatedPattern(Pattern):
     """Says which head attends to which tokens.
 
     A branch is a segment length w and a dilation rate r. It cuts the sequence into segments of w tokens; the last one
-    may be shorter. In each segment a head takes every r-th token, beginning at the head's offset, and these tokens
-    attend to one another. The rule says which heads have which branches, at which offsets: :meth:`longnet`,
-    :meth:`torchscale` or :meth:`head_groups` makes a pattern. It is frozen and hashable, and holds no tensors.
+    may be shorter. In each, a head takes every r-th token, beginning at the head's offset, and these attend to one
+    another. The rule says which heads have which branches, at which offsets: :meth:`longnet`, :meth:`torchscale` or
+    :meth:`head_groups` makes a pattern. It is frozen and hashable, and holds no tensors.
 
     Args:
         rule: "longnet", "torchscale" or "head_groups".

@@ -229,9 +229,16 @@ def with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
 
 
 def _of_run(call: Call, index: int, run: HeadRun, place: Place, fold: bool, is_first: bool) -> Iterator[Block]:
-    """A block for each batch that a view takes."""
+    """A block for each batch that a view takes: samples and segments are one only if their strides chain; else the
+    fewer of them are a loop."""
     rect = place.rect
-    for first, samples, skipped, segments in _batches(call, rect, fold):
+    folded = fold and not call.is_decode and rect.repeats * rect.period == call.queries
+    batches = [(0, call.samples, 0, rect.repeats)]  # (first sample, samples, segments skipped, segments)
+    if rect.repeats > 1 < call.samples and not folded:
+        of_segments = [(0, call.samples, at, 1) for at in range(rect.repeats)]
+        of_samples = [(sample, 1, 0, rect.repeats) for sample in range(call.samples)]
+        batches = min(of_samples, of_segments, key=len)
+    for first, samples, skipped, segments in batches:
         shift = skipped * rect.period
         queries, keys = (
             View(
@@ -241,16 +248,3 @@ def _of_run(call: Call, index: int, run: HeadRun, place: Place, fold: bool, is_f
             for i, rows, start in ((1, rect.queries, call.start), (2, rect.keys, call.key_start))
         )  # fmt: skip
         yield Block(index, queries, keys, *rect.in_rows(), place.origin + shift, place.zeros, is_first, place.but)
-
-
-def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, int]]:
-    """(first sample, samples, segments skipped, segments): what of a repeated rectangle is one batch.
-
-    Samples and segments are one only if their strides chain; else the fewer of them are a loop.
-    """
-    folded = fold and not call.is_decode and rect.repeats * rect.period == call.queries
-    if rect.repeats == 1 or call.samples == 1 or folded:
-        return [(0, call.samples, 0, rect.repeats)]
-    if rect.repeats < call.samples:
-        return [(0, call.samples, at, 1) for at in range(rect.repeats)]
-    return [(sample, 1, 0, rect.repeats) for sample in range(call.samples)]

@@ -110,8 +110,7 @@ def _checked(inputs: Inputs, options: Options, numbers: Ints | None) -> Call:
         pattern.check_heads(heads, kv_heads)
     else:
         first, total = checked_heads(options.heads, kv_heads)
-        pattern.check_heads(total * (heads // kv_heads), total)
-        pattern.check_heads(heads, kv_heads, whole=False)
+        pattern.check_heads(heads * total // kv_heads, total)  # as many for each as here
     if inputs.cu_seqlens is not None:
         check_packed(inputs)
     start, dtype = checked_start(inputs, options), computed_dtype(inputs.q)

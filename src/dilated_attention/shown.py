@@ -54,19 +54,15 @@ class Shown:
         rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self.branches_for(1)]
         return sorted(range(len(rates)), key=rates.__getitem__)
 
-    def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
-        """Raise if these head counts do not fit the pattern; return the number of query heads per key/value head.
-
-        ``whole=False``: they are those of one process under tensor parallelism.
-        """
+    def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> int:
+        """Raise if these head counts do not fit the pattern; return the number of query heads per key/value head."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(
                 f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
                 "make the first a positive multiple of the second"
             )
-        if whole:
-            self._check_kv_heads(kv_heads)
+        self._check_kv_heads(kv_heads)
         return num_heads // kv_heads
 
     def _check_kv_heads(self, kv_heads: int) -> None:

@@ -113,7 +113,7 @@ class Rect(NamedTuple):
         low = max((x for x in (low, self.low) if x is not None), default=None)
         high = min((x for x in (high, self.high) if x is not None), default=None)
         queries, keys = self.queries, self.keys
-        for _ in range((low is not None) + (high is not None)):  # with both, fewer queries may need fewer keys
+        for _ in range(2):  # with both, fewer queries may need fewer keys
             if low is not None:
                 keys = keys.inside(queries.start + low, keys.last + 1)
                 queries = queries.inside(queries.start, keys.last - low + 1)
@@ -300,10 +300,9 @@ def in_order(numbers: Iterable[int]) -> list[Rows]:
     """Rising numbers as the fewest stretches of constant step, taken greedily."""
     found: list[Rows] = []
     for number in numbers:
-        if found:
-            start, step, count = found[-1]
-            if count == 1 or number - found[-1].last == step:
-                found[-1] = Rows(start, number - start if count == 1 else step, count + 1)
-                continue
-        found.append(Rows(number, 1, 1))
+        step = number - found[-1].last if found else 0
+        if found and (found[-1].length == 1 or found[-1].step == step):
+            found[-1] = Rows(found[-1].start, step, found[-1].length + 1)
+        else:
+            found.append(Rows(number, 1, 1))
     return found
