@@ -11,10 +11,8 @@ LEAST = 1 << 6  # rows of a tile: with fewer, calls cost more than the pairs tha
 
 
 def without_bands(rect: Rect, is_masked: bool) -> Iterator[Rect]:
-    """The same pairs in rectangles of which all count, or a triangle as kernels know it; what is left is masked.
-
-    Some may have no pairs. ``is_masked``: in all parts some pairs may not count.
-    """
+    """The same pairs in rectangles of which all count, or a triangle as kernels know it; what is left is masked. Some
+    may be empty. ``is_masked``: in all parts some pairs may not count."""
     rows, keys, (low, high) = rect.queries.length, rect.keys.length, rect.in_rows()
     if not rect.pairs() or (max(rows, keys) <= MASKED and (is_masked or low is not None)):
         yield rect

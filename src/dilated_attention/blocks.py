@@ -132,10 +132,8 @@ class Block(NamedTuple):
         )
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
-        """The block in parts of at most so many rows of all heads together, so many heads, and so much of the batch.
-
-        One segment of one head is the smallest part.
-        """
+        """The block in parts of at most so many rows of all heads together, so many heads, and so much of the batch; at
+        least one segment of one head."""
         most_heads = min(self.heads, heads or self.heads)
         most = min(self.batch, batch or self.batch)
         if rows is not None:

@@ -169,10 +169,8 @@ class Call(NamedTuple):
         return self._replace(samples=samples, deterministic=deterministic, tf32=tf32)
 
     def packed(self) -> tuple[list[int], float, float, str]:
-        """All that the caller chose, as a registered op takes it; `unpacked` turns it back into a call.
-
-        Numbers stay numbers: a compiler may hold symbols in their place.
-        """
+        """All that the caller chose, as a registered op takes it, for `unpacked`. Numbers stay numbers: a compiler may
+        hold symbols in their place."""
         numbers = [self.start, self.first_head, self.total_heads, self.memory_cap_id]
         text = f"{self.pattern.text} {'causal' if self.is_causal else 'all'} {self.backend}"
         return numbers, self.scale, self.dropout_p, text
@@ -184,10 +182,8 @@ def outside(name: str, at: int, queries: int, keys: int) -> str:
 
 
 def checked_cu_seqlens(given: CuSeqlens, tokens: int | None) -> Ints:
-    """`Call.cu_seqlens` of those given; ``tokens`` is None where other ranks have some of them.
-
-    A tensor is read on the host. Empty sequences are left out, and one sequence alone is as if nothing was given.
-    """
+    """`Call.cu_seqlens` of those given, without empty sequences; one alone is as if nothing was given. ``tokens`` is
+    None where other ranks have some of them."""
     numbers = given.tolist() if isinstance(given, Tensor) else list(given)
     falls = any(after < before for before, after in itertools.pairwise(numbers))
     if not numbers or numbers[0] != 0 or falls or (tokens is not None and numbers[-1] != tokens):
@@ -202,10 +198,8 @@ def checked_cu_seqlens(given: CuSeqlens, tokens: int | None) -> Ints:
 def unpacked(
     numbers: Sequence[int], scale: float, dropout_p: float, text: str, tensors: tuple[Any, ...], now: Settings
 ) -> Call:
-    """The call that `Call.packed` wrote, of ``tensors`` as `Call.with_shapes` takes them.
-
-    Made once for equal arguments: making it takes as long as the rest of a short compiled step.
-    """
+    """The call that `Call.packed` wrote, of ``tensors`` as `Call.with_shapes` takes them. Made once for equal
+    arguments: making it takes as long as the rest of a short compiled step."""
     pattern, is_causal, backend = text.rsplit(" ", 2)
     _, first_head, total_heads, memory_cap_id = numbers
     return Call(

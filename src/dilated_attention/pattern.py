@@ -139,8 +139,7 @@ class Pattern(Shown):
         """Suggests near tokens, far ones, and some that all see; up to 2048 tokens, dense attention.
 
         A language model (``is_causal``) gets a window of 1024 tokens and the first four; an encoder 512 tokens on
-        either side, and a class token at the start. Far branches are those of :meth:`DilatedPattern.suggest`: a head
-        takes 2048 tokens of each of their segments, and the longest spans the sequence.
+        either side, and a class token at the start. Far branches are those of :meth:`DilatedPattern.suggest`.
 
         Examples:
             >>> da.Pattern.suggest(tokens=8192, heads=12, is_causal=True)
@@ -254,9 +253,9 @@ class DilatedPattern(Pattern):
         Zero keys (key and value are 0) fill up segments of which a head takes fewer than ceil(min(w, N) / r) tokens.
         Queries attend to them, except in causal calls.
 
-        ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
-        released code does. Outputs do not change. It works on one device, without dropout, on the backends sdpa and
-        eager; the backward pass computes each branch's output once more.
+        ``mixing_gradient="detached"``: gradients take the weights that mix the branches as constants, as the released
+        code does. It works on one device, without dropout, on the backends sdpa and eager; the backward pass computes
+        each branch's output once more.
         """
         return cls.of("torchscale", segment_lengths, dilation_rates, mixing_gradient)
 
@@ -264,8 +263,8 @@ class DilatedPattern(Pattern):
     def head_groups(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The default rule of the modules: each head has one branch, and all heads of branch i have offset i mod r.
 
-        Neighbouring heads share a branch; the first branches get one head more if heads do not divide evenly. Rows
-        that a head's branch leaves out are 0. It needs at least one key/value head per branch.
+        Neighbouring heads share a branch, the first branches by one head more if heads do not divide evenly: there
+        must be a key/value head for each. Rows that a head's branch leaves out are 0.
 
         Examples:
             >>> da.DilatedPattern.head_groups([4, 16], [1, 4]).heads(branch=1, num_heads=4)

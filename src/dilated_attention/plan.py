@@ -45,10 +45,8 @@ SegmentHeads = frozenset[tuple[int, int, int]]  # (branch, start of the segment,
 def plan(
     call: Call, fold: bool = True, keys_follow: bool = False, computed_remotely: SegmentHeads = frozenset()
 ) -> Plan:
-    """The blocks of a call, without bands. ``fold`` as `folds` says.
-
-    ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
-    """
+    """The blocks of a call, without bands. ``fold`` as `folds` says; ``keys_follow``: keys from elsewhere follow, to be
+    merged; ``computed_remotely``: what other ranks compute."""
     if not call.samples or not call.queries:
         return Plan((), (0, call.kv_heads), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
@@ -76,10 +74,8 @@ class Away(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
-    """What the queries of a call see of the keys [first, first + count), which are not here.
-
-    Both ends of a message make the same list. A row that several blocks of a branch see is packed once for each head.
-    """
+    """What the queries of a call see of the keys [first, first + count), which are not here. Both ends of a message
+    make the same list. A row that several blocks of a branch see is packed once for each head."""
 
     def lane(block: Block) -> Hashable:
         keys = block.keys

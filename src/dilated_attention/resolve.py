@@ -77,10 +77,8 @@ def _known(signature: Hashable) -> list[Call]:
 
 
 def _signature(inputs: Inputs, options: Options, numbers: Ints | None, wants_grad: bool) -> Hashable:
-    """All that the checks look at, or None where they look at more.
-
-    The types of options are part of it, since True equals 1.0 and would be taken for it.
-    """
+    """All that the checks look at, or None where they look at more. The types of options are part of it: True equals
+    1.0, and would be taken for it."""
     query, key, value, mask, _, positions, _ = inputs
     if options.heads is not None or forward_ad._current_level >= 0:
         return None

@@ -45,10 +45,8 @@ class Shown:
             yield branch
 
     def order(self, drops: bool) -> list[int]:
-        """In which branches are computed: those that are summed the densest first. Internal.
-
-        Where a key counts once, it is the first branch's: as listed if dropout ``drops``, else as pairs are cut best.
-        """
+        """In which branches are computed: those that are summed the densest first. Where a key counts once, it is the
+        first branch's: as listed if dropout ``drops``, else as pairs are cut best. Internal."""
         if self.counts == "once":
             return sorted(range(len(self.listed)), key=lambda index: not (drops or self.listed[index].cuts))
         rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self.branches_for(1)]
@@ -73,11 +71,8 @@ class Shown:
     def parts(
         self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool, drops: bool = False
     ) -> Iterator[Part]:
-        """The pairs of a branch that count, of a key/value head and some queries of a sequence. Internal.
-
-        What earlier branches show is cut away where that leaves rectangles; else these branches come with the
-        rectangle, and their pairs are to be left out of it.
-        """
+        """The pairs of a branch that count, of a key/value head and some queries of a sequence. What earlier branches
+        show is cut away where that leaves rectangles; else they come with the rectangle, to be left out. Internal."""
         branches, order = self.branches_for(kv_heads), self.order(drops) if self.counts == "once" else [branch]
         earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
         for rect in branches[branch].rects(head, queries, n, is_causal):
@@ -95,10 +90,8 @@ class Shown:
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
     ) -> Ints:  # fmt: skip
-        """The tokens that ``query`` sees in (query) head ``head``, sorted. One that counts m times appears m times.
-
-        Zero keys of torchscale are not tokens: :meth:`DilatedPattern.zero_keys` counts them.
-        """
+        """The tokens that ``query`` sees in (query) head ``head``, sorted. One that counts m times appears m times;
+        zero keys of torchscale are not tokens: :meth:`DilatedPattern.zero_keys` counts them."""
         tokens = sorted(itertools.chain(*self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)))
         return tuple(dict.fromkeys(tokens) if self.counts == "once" else tokens)
 

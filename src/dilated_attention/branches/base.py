@@ -92,10 +92,8 @@ def rows_at(offset: int, rate: int, first: int, stop: int) -> Rows:
 
 
 class Rect(NamedTuple):
-    """Queries and keys that see one another: all pairs, or those with low <= key - query <= high, in tokens.
-
-    So many times, each a period after the one before.
-    """
+    """Queries and keys that see one another: all pairs, or those with low <= key - query <= high, in tokens. So many
+    times, each a period after the one before."""
 
     queries: Rows
     keys: Rows
