@@ -186,7 +186,7 @@ class Problem(NamedTuple):
 
         q, k, v, dout = self.inputs
         found = self.results
-        (todo,) = strips.work(self.call, kernel)
+        (todo,) = strips.launches(self.call, kernel)
         tensors = {
             "forward": (q, k, v, found["out"], found["lse"], q, q, q),
             "dq": (q, k, v, dout, self.out, self.lse, q, found["dq"], found["stats"], q, q),

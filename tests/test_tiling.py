@@ -22,7 +22,6 @@ from dilated_attention.backends.triton import tiling as tilings
 from dilated_attention.backends.triton.dispatch import form_of
 from dilated_attention.backends.triton.nesting import MOST_TILES, launches
 from dilated_attention.backends.triton.strips import launches as launches_of
-from dilated_attention.backends.triton.strips import work
 from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
 from dilated_attention.backends.triton.tiling import Nest, Nests, tiling
 from dilated_attention.call import Call
@@ -327,7 +326,7 @@ def test_tables_of_any_branches_say_what_the_pattern_says(name: str, is_causal: 
         if launches_of(call) is None:
             return  # only a mask can tell some pairs apart
         given = demand((), cu_seqlens=(0, tokens), own=own, other=other)
-        found = [pairs_of(make_table(given._replace(nests=x)), tokens, own, other) for x in work(call, kernel)]
+        found = [pairs_of(make_table(given._replace(nests=x)), tokens, own, other) for x in launches_of(call, kernel)]
         keys = [call.pattern.keys(row, 0, num_tokens=tokens, num_heads=2, is_causal=is_causal) for row in range(tokens)]
         expected = {(row, key) if kernel == "forward" else (key, row) for row in range(tokens) for key in keys[row]}
         assert sum(map(len, found)) == len(expected)
@@ -337,7 +336,7 @@ def test_tables_of_any_branches_say_what_the_pattern_says(name: str, is_causal: 
 def sizes_of(pattern: Pattern, tokens: int, kernel: str = "forward") -> list[tuple[int, ...]]:
     """How many sections, tiles and runs the tables of a causal call have."""
     call = Call(pattern, True, kv_heads=2, heads=2, total=tokens)
-    found = [make_table(demand(some, cu_seqlens=(0, tokens), own=64, other=32)) for some in work(call, kernel)]
+    found = [make_table(demand(some, cu_seqlens=(0, tokens), own=64, other=32)) for some in launches_of(call, kernel)]
     numbers = len(Section._fields), 7, 5
     return [
         tuple(len(x) // n for x, n in zip((one.sections, one.tiles, one.runs), numbers, strict=True)) for one in found

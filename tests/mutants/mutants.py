@@ -146,7 +146,7 @@ MUTANTS = [
     M("nan-query-reaches-keys", "A query of NaN sends NaN to the gradients of all keys and values that it sees.",
       "backends/tensors.py", "if seems_finite(q):\n        return inputs", "if True:\n        return inputs"),
     M("zero-keys-forgotten", "The zero keys of the torchscale rule are not added.", "backends/blockwise.py",
-      "self.log_zero_keys(block) if adds_zeros else None", "None"),
+      "log_zeros = self.log_zero_keys(block)", "log_zeros = None"),
     M("zero-keys-of-the-wrong-offset", "With padding, zero keys are counted for an offset from the shard's start.",
       "backends/blockwise.py", "offset = (view.positions(device)[0, 0] - block.origin) % rate",
       "offset = (view.positions(device)[0, 0] - max(block.origin, self.call.key_start)) % rate"),

@@ -231,9 +231,8 @@ class Work:
 
     def forward(self) -> Pair:
         out = lse = None
-        adds_zeros, merging = self.call.adds_zeros, self.merging
         for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
-            log_zeros = self.log_zero_keys(block) if adds_zeros else None
+            log_zeros = self.log_zero_keys(block)
             if out is None or lse is None:
                 if block.covers(self.call) and log_zeros is None:
                     out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
@@ -241,7 +240,7 @@ class Work:
                     continue
                 out, lse = self.empty_result()
             here, here_lse = block.queries.of(out, self.group), block.queries.of(lse, self.group)
-            merging.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
+            self.merging.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
     def backward(self, results: Outputs) -> Gradients:

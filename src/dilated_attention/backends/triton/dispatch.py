@@ -54,7 +54,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
     found = [why for why, is_so in reasons.items() if is_so]
     if not found and call.is_decode:
         found = list(filter(None, [too_many(call.pattern, call.model_heads)]))
-    elif not found and not isinstance(call.pattern, DilatedPattern) and strips.launches(call) is None:
+    elif not found and strips.launches(call) is None:
         return ["two branches have pairs in common that only a mask can tell apart"]
     if found or not on_cuda:
         return found

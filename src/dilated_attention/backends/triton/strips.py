@@ -48,24 +48,18 @@ class Strip:
 Strips = tuple[Strip, ...]  # of one launch
 
 
-def work(call: Call, kernel: str) -> tuple[Nests | Strips, ...]:
-    """What each launch of a kernel has to do."""
+def launches(call: Call, kernel: str = "forward") -> tuple[Nests | Strips, ...] | None:
+    """What each launch of a kernel has to do: no two strips of a launch have a row of their own in common. None: some
+    pairs would have to be masked one by one."""
     if isinstance(call.pattern, DilatedPattern):
         return nesting.launches(call)
-    return launches(call, kernel == "dkdv") or ()
-
-
-def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
-    """What each launch has to do: no two strips of a launch have a row of their own in common.
-
-    ``of_keys``: programs have tiles of keys. None: some pairs would have to be masked one by one.
-    """
     about = {name: getattr(call, name) for name in ("kv_heads", "total", "first_head", "total_heads", "cu_seqlens")}
-    return _launches(Call(call.pattern, call.is_causal, dropout_p=float(call.drops), **about), of_keys)
+    return _launches(Call(call.pattern, call.is_causal, dropout_p=float(call.drops), **about), kernel == "dkdv")
 
 
 @functools.lru_cache(maxsize=64)
 def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
+    """``of_keys``: programs have tiles of keys."""
     found: list[Strips] = []
     for branch in range(len(call.branches)):
         alike = grouped((head for head, _ in call.placed(branch)), call.looks)
@@ -160,17 +154,17 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
     assert isinstance(blocks, Blocks)
     size, pairs = blocks.size, np.array(blocks.pairs)
     pairs = pairs[pairs[:, 1] <= pairs[:, 0]] if call.is_causal else pairs
-    mine, met = (pairs[np.lexsort(pairs.T)][:, ::-1] if of_keys else pairs).T
+    pairs = (pairs[np.lexsort(pairs.T)][:, ::-1] if of_keys else pairs).T
     rows: list[Array] = []
     runs: list[Array] = []
     before = 0
     for begin, end in itertools.pairwise(call.borders):
-        some = (mine * size < end - begin) & (met * size < end - begin)
-        own, other = mine[some], met[some]
-        is_new = np.append(True, (np.diff(own) != 0) | (np.diff(other) != 1))[: len(own)]
-        first, last = np.flatnonzero(is_new), np.flatnonzero(np.append(is_new[1:], True)[: len(own)])
+        own, other = pairs[:, pairs.max(0) * size < end - begin]
+        # runs of neighbours
+        first = np.flatnonzero((np.diff(own, prepend=-1) != 0) | (np.diff(other, prepend=-1) != 1))
+        after = np.append(first, len(own))[1:]
         numbers, which = np.unique(own, return_inverse=True)
-        ends = (np.minimum((x + 1) * size, end - begin) + begin for x in (numbers, other[last]))
+        ends = (np.minimum((x + 1) * size, end - begin) + begin for x in (numbers, other[after - 1]))
         ones, more = np.ones_like(numbers), np.ones_like(first)
         rows.append(np.stack([begin + numbers * size, ones, next(ends)], 1))
         runs.append(np.stack([before + which[first], begin + other[first] * size, more, next(ends), more], 1))

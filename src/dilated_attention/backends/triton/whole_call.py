@@ -121,7 +121,7 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
         is_forward, is_dilated = len(strides) == 3, isinstance(call.pattern, DilatedPattern)
         # all of dq comes first: it makes the statistics of the rows that dk and dv meet
         names = ("forward",) if is_forward else ("dq", "dkdv")
-        todo = {name: strips.work(call, name) for name in names}
+        todo = {name: strips.launches(call, name) or () for name in names}
         # out of several launches is merged in float32; so are the sums of gradients, of which rectangles have many
         several = any(len(some) > 1 for some in todo.values()) and (is_forward or not is_dilated)
         dtype = torch.float32 if several else call.dtype
