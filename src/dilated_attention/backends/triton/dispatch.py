@@ -105,12 +105,9 @@ def torch_faster_from(call: Call, form: str, backward: bool) -> int | None:
     """
     rows, size = measured_on(call.device).get("library_from", {}), head_dim_class(call.head_dim)
     like = {32: 64, 48: 64, 96: 128}.get(size, size)
-    for some_size, some_form in ((size, form), (like, form.removesuffix(" thin"))):
-        for kind in kinds_of(some_form):
-            name = key("backward" if backward else "forward", some_size, call.is_causal, kind)
-            if name in rows:
-                return rows[name] or 0
-    return None
+    kinds = [*product((size,), kinds_of(form)), *product((like,), kinds_of(form.removesuffix(" thin")))]
+    names = (key("backward" if backward else "forward", size, call.is_causal, kind) for size, kind in kinds)
+    return next((rows[name] or 0 for name in names if name in rows), None)
 
 
 def measured_as(call: Call) -> str:
@@ -195,12 +192,11 @@ def config(kernel: str, call: Call, form: str) -> TileConfig:
     if call.dtype is torch.float32:
         return WITHOUT_TENSOR_CORES[size]
     tiles = measured_on(device).get("tiles", {})
-    for short, kind in product((True, False) if is_short(call) else (False,), kinds_of(form)):
-        name = key(kernel, size, call.is_causal, kind, short)
-        if name in tiles:
-            return TileConfig(*tiles[name])
+    kinds = product((True, False) if is_short(call) else (False,), kinds_of(form))
+    names = (key(kernel, size, call.is_causal, kind, short) for short, kind in kinds)
     is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return DEFAULTS[kernel, size] if is_new else SMALL[size]
+    default = DEFAULTS[kernel, size] if is_new else SMALL[size]
+    return next((TileConfig(*tiles[name]) for name in names if name in tiles), default)
 
 
 def is_short(call: Call) -> bool:

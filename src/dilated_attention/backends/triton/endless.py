@@ -49,15 +49,16 @@ def endless(pattern: Pattern, kv_heads: int) -> tuple[EndlessRect, ...]:
 
 
 def _of_branch(index: int, branch: Branch) -> Iterator[EndlessRect]:
-    turns = isinstance(branch, Dilated) and branch.offset == "head"
-    neighbours, turn = (branch.neighbours, branch.rate) if isinstance(branch, Dilated) and turns else (1, 1)
-    for heads in grouped(branch.members, lambda head: 0 if turns else branch.offset_of(head)).values():
-        for rect in branch.rects(0 if turns else heads[0], range(ENDLESS), ENDLESS, False):
+    neighbours = turn = 1
+    if isinstance(branch, Dilated) and branch.offset == "head":
+        neighbours, turn = branch.neighbours, branch.rate
+    for heads in grouped(branch.members, lambda head: 0 if turn > 1 else branch.offset_of(head)).values():
+        for rect in branch.rects(0 if turn > 1 else heads[0], range(ENDLESS), ENDLESS, False):
             if rect.is_empty or rect.queries.start > ENDLESS // 2:  # the end of what is endless
                 continue
             period, repeats = (rect.period, rect.repeats) if rect.period else (ENDLESS, 1)
             # heads take turns within a period: the rows of each end with it
-            numbers = [(x.start, x.step, period if turns else x.last - x.start + 1) for x in rect[:2]]
+            numbers = [(x.start, x.step, period if turn > 1 else x.last - x.start + 1) for x in rect[:2]]
             low, high = -ENDLESS if rect.low is None else rect.low, ENDLESS if rect.high is None else rect.high
             for first, stop in stretches(heads):
                 yield EndlessRect(
