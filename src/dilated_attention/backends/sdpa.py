@@ -39,8 +39,17 @@ def kernels(call: Call, backward: bool) -> tuple[Kernel, ...]:
 
 
 def why_not(call: Call) -> dict[Kernel, list[str]]:
-    """Each kernel's reasons, in the order in which they are tried."""
-    return {kernel: _reasons(kernel, call) for kernel in _candidates(call)}
+    """Each kernel's reasons, in the order of trial: cuDNN first where it was measured to win, on Hopper."""
+    candidates: tuple[Kernel, ...] = ()
+    if call.device.type == "cpu":
+        candidates = (aten.FLASH_ON_CPU,)
+    elif call.device.type == "cuda":
+        candidates = (aten.FLASH, aten.EFFICIENT, aten.CUDNN)
+        if call.flash is not None:  # the implementation that the user activated
+            candidates = (aten.FLASH._replace(name=f"flash ({call.flash})"), aten.CUDNN, aten.EFFICIENT)
+        elif torch.cuda.get_device_capability(call.device) >= (9, 0):
+            candidates = (aten.CUDNN, aten.FLASH, aten.EFFICIENT)
+    return {kernel: _reasons(kernel, call) for kernel in candidates}
 
 
 def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
@@ -114,19 +123,6 @@ def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
         if rows >= kernel.min_rows:
             return kernel
     return None
-
-
-def _candidates(call: Call) -> tuple[Kernel, ...]:
-    """The kernels of a device in the order of trial: cuDNN first where it was measured to win, on Hopper."""
-    if call.device.type == "cpu":
-        return (aten.FLASH_ON_CPU,)
-    if call.device.type != "cuda":
-        return ()
-    if call.flash is not None:  # the implementation that the user activated
-        return (aten.FLASH._replace(name=f"flash ({call.flash})"), aten.CUDNN, aten.EFFICIENT)
-    if torch.cuda.get_device_capability(call.device) >= (9, 0):
-        return (aten.CUDNN, aten.FLASH, aten.EFFICIENT)
-    return (aten.FLASH, aten.EFFICIENT, aten.CUDNN)
 
 
 def _reasons(kernel: Kernel, call: Call) -> list[str]:

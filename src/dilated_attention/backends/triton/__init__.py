@@ -1,11 +1,10 @@
 """Our own kernels: a whole call, all heads and all segments, in one launch each way wherever the pattern allows it.
 
 `dispatch` says which calls they run, and with which tiles. `nesting` finds the launches of a DilatedPattern and
-`strips` those of other patterns, `tiling` writes down what a launch has to do, `table` puts it on the device, `tiles`,
-`forward` and `backward` are the kernels that walk through it, `launch` calls them and `whole_call` puts a call
-together. `decode` is decoding, which reads the rectangles of `endless`. `fuse` has what surrounds PyTorch's kernels.
-`cache` keeps what was prepared. Importing this package imports no triton: it comes with the builds of torch that can
-use it.
+`strips` those of other patterns, `tiling` writes down what a launch has to do, `table` puts it on the device,
+`attention` has the kernels that walk through it, `launch` calls them and `whole_call` puts a call together. `decode` is
+decoding, which reads the rectangles of `endless`. `fuse` has what surrounds PyTorch's kernels. `cache` keeps what was
+prepared. Importing this package imports no triton: it comes with the builds of torch that can use it.
 """
 
 from __future__ import annotations

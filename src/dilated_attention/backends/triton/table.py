@@ -105,34 +105,28 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 def _made(demand: Demand) -> Table:
     nests = demand.nests
     made = _of_strips(demand, nests) if isinstance(nests[0], Strip) else _of_nests(demand, nests)
-    sections = made.sections
+    sections, parts, variants, widest_step, single, are_many = made
     kept = sections[:, 0] != NEVER
     here = Section._make(sections.T)
     many = demand.samples * demand.group * here.heads * here.periods * here.tiles * kept
     programs = int(many.sum())
     sections[kept, 0] = (many.cumsum() - many)[kept]
     # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = made.widest_step * max(demand.own, demand.other) * demand.widest_stride
+    steps = widest_step * max(demand.own, demand.other) * demand.widest_stride
     dtype = torch.int64 if max(steps, demand.cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
     count = len(sections)
-    numbers: list[Any] = [sections.ravel(), made.variants]
-    if made.are_many:  # how many sections, with and without filling, and the first program of each, in LANES
+    numbers: list[Any] = [sections.ravel(), variants]
+    if are_many:  # how many sections, with and without filling, and the first program of each, in LANES
         filling = -count % LANES
         numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
-    data, tiles, runs = _joined(np.concatenate(numbers), made.parts, dtype, demand.device)
-    edges, ragged = any(part.edges for part in made.parts), any(part.ragged for part in made.parts)
-    return Table(data, tiles, runs, 0 if made.are_many else count, programs, made.single, edges, ragged)
+    data, tiles, runs = _joined(np.concatenate(numbers), parts, dtype, demand.device)
+    edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
+    return Table(data, tiles, runs, 0 if are_many else count, programs, single, edges, ragged)
 
 
-class Made(NamedTuple):
-    """What a table is put together from."""
-
-    sections: Array  # (S, 16), `Section`s without their programs
-    parts: list[Tiling]
-    variants: list[int]
-    widest_step: int  # from row to row
-    single: bool
-    are_many: bool  # sections, so that programs look for theirs
+# (S, 16) sections without their programs; what they have; variants; the widest step from row to row; whether all whole
+# tiles of a program are one run, and whether sections are so many that programs look for theirs
+Made = tuple[Array, list[Tiling], list[int], int, bool, bool]
 
 
 def _of_nests(demand: Demand, nests: Nests) -> Made:
@@ -151,7 +145,7 @@ def _of_nests(demand: Demand, nests: Nests) -> Made:
         variants += map(offsets.index, nest.offsets)
     single = all(len(nest.widths) == 1 for nest in nests)
     widest_step = max(nest.rates[-1] for nest in nests)
-    return Made(np.concatenate(rows), parts, variants, widest_step, single, len(demand.cu_seqlens) > 2)
+    return np.concatenate(rows), parts, variants, widest_step, single, len(demand.cu_seqlens) > 2
 
 
 def _of_strips(demand: Demand, strips: Strips) -> Made:
@@ -178,7 +172,7 @@ def _of_strips(demand: Demand, strips: Strips) -> Made:
     variants = [0] * max(strip.heads for strip in strips)
     widest_step = max(int(rows[:, 1].max()) for strip in strips for rows in (strip.mine, strip.met[:, 1:]))
     single = all(len(strip.met) == len(strip.mine) for strip in strips)
-    return Made(np.array(rows), parts, variants, widest_step, single, len(rows) > 2)
+    return np.array(rows), parts, variants, widest_step, single, len(rows) > 2
 
 
 # Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each.

@@ -17,8 +17,7 @@ from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.backends.triton import dispatch, fuse, launch, nesting, strips
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Strides
-from dilated_attention.backends.triton.strips import Strips
-from dilated_attention.backends.triton.tiling import Nest, Nests
+from dilated_attention.backends.triton.tiling import Nest
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.pattern import DilatedPattern
 
@@ -125,23 +124,17 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
         # out of several launches is merged in float32; so are the sums of gradients, of which rectangles have many
         several = any(len(some) > 1 for some in todo.values()) and (is_forward or not is_dilated)
         dtype = torch.float32 if several else call.dtype
-        made = [
-            launch.prepare(
-                name, call, strides, some, dispatch.config(name, call, _form(call, some)), dtype, at > 0, has_dlse
-            )
-            for name in names
-            for at, some in enumerate(todo[name])
-        ]
+        made = []
+        for name in names:
+            for at, some in enumerate(todo[name]):
+                is_nested = isinstance(some[0], Nest) and len(some[0].widths) > 1
+                config = dispatch.config(name, call, "nested" if is_nested else dispatch.form_of(call, alone=True))
+                made.append(launch.prepare(name, call, strides, some, config, dtype, at > 0, has_dlse))
         blank = not all(some and strips.cover(some[0], call) for some in todo.values())
         return Prepared(tuple(made), dtype, blank)
 
     found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
     return found
-
-
-def _form(call: Call, some: Nests | Strips) -> str:
-    is_nested = isinstance(some[0], Nest) and len(some[0].widths) > 1
-    return "nested" if is_nested else dispatch.form_of(call, alone=True)
 
 
 def _compile(launches: tuple[Launch, ...]) -> None:
