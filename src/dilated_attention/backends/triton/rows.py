@@ -4,8 +4,6 @@ Triton's tensors have powers of two of columns. Rows of 48 numbers are a part of
 would cost what 64 cost. A tile's rows are a tuple of (R, BD) and, unless BE is 0, (R, BE). C: `tiles.Constants`.
 """
 
-# ruff: noqa: RET505 -- without an else, Triton 3.6 compiles what follows a return too
-
 from __future__ import annotations
 
 import triton
@@ -20,11 +18,12 @@ def load_columns(rows, valid, FIRST: constexpr, COUNT: constexpr, C: constexpr, 
     pointers = rows[:, None] + columns[None, :]
     if MASKED:
         inside = valid[:, None] & (columns < C.D)[None, :] if FIRST + COUNT > C.D else valid[:, None]
-        return tl.load(pointers, mask=inside, other=0.0)
+        x = tl.load(pointers, mask=inside, other=0.0)
     elif FIRST + COUNT > C.D:
-        return tl.load(pointers, mask=(columns < C.D)[None, :], other=0.0)
+        x = tl.load(pointers, mask=(columns < C.D)[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        x = tl.load(pointers)
+    return x
 
 
 @triton.jit
@@ -37,11 +36,10 @@ def load_rows(base, steps, stride, valid, C: constexpr, MASKED: constexpr):
     rows = base + steps * stride
     if C.ALIGNED:
         rows = tl.multiple_of(rows, 16)
-    first = load_columns(rows, valid, 0, C.BD, C, MASKED)
-    if C.BE == 0:
-        return (first,)
-    else:
-        return first, load_columns(rows, valid, C.BD, C.BE, C, MASKED)
+    x = (load_columns(rows, valid, 0, C.BD, C, MASKED),)
+    if C.BE:
+        x += (load_columns(rows, valid, C.BD, C.BE, C, MASKED),)
+    return x
 
 
 @triton.jit
@@ -66,11 +64,10 @@ def store_rows(base, steps, stride, valid, x, C: constexpr, ADD: constexpr):
 @triton.jit
 def zeros(R: constexpr, BD: constexpr, BE: constexpr):
     """(R, D) of zeros, in parts."""
-    first = tl.zeros((R, BD), float32)
-    if BE == 0:
-        return (first,)
-    else:
-        return first, tl.zeros((R, BE), float32)
+    x = (tl.zeros((R, BD), float32),)
+    if BE:
+        x += (tl.zeros((R, BE), float32),)
+    return x
 
 
 @triton.jit
@@ -82,9 +79,9 @@ def scaled(x, factor):
 @triton.jit
 def not_finite(x):
     """(R,): 1 for rows with a number that is infinite or NaN, else 0."""
-    found = tl.max(tl.where(tl.abs(x[0]) < float("inf"), 0, 1), 1)
-    if len(x) == 2:
-        found |= tl.max(tl.where(tl.abs(x[1]) < float("inf"), 0, 1), 1)
+    found = 0
+    for part in tl.static_range(len(x)):
+        found |= tl.max(tl.where(tl.abs(x[part]) < float("inf"), 0, 1), 1)
     return found
 
 
@@ -110,8 +107,7 @@ def products(x, y, C: constexpr):
 def add_sums(acc, weights, x, C: constexpr):
     """acc plus, for each of its rows, the rows of x summed by weights (R, C)."""
     weights = weights.to(x[0].dtype)
-    first = tl.dot(weights, x[0], acc[0], input_precision=C.PRECISION)
-    if len(x) == 1:
-        return (first,)
-    else:
-        return first, tl.dot(weights, x[1], acc[1], input_precision=C.PRECISION)
+    found = ()
+    for part in tl.static_range(len(x)):
+        found += (tl.dot(weights, x[part], acc[part], input_precision=C.PRECISION),)
+    return found
