@@ -163,7 +163,7 @@ def attend(
     """(out, lse) of `dilated_attention`; over ``ranks`` unless it is None or a single rank. ``warns``: of what users
     mistake. Dropout follows ``inputs.seed``, or a seed that is drawn here."""
     alone = ranks is None or ranks.size == 1
-    with NO_RANKS if ranks is None else ring.telling_ranks(ranks, inputs.q):
+    with NO_RANKS if ranks is None else ring.errors_reach_ranks(ranks, inputs.q):
         if not alone:
             ring.check_transforms()
         if ranks is not None:
@@ -193,9 +193,9 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def telling(group: Over, x: object) -> contextlib.AbstractContextManager[None]:
+def errors_reach_group(group: Over, x: object) -> contextlib.AbstractContextManager[None]:
     """An error in here reaches the other ranks of a group, if there is one: they would wait for this rank."""
-    return ring.telling_ranks(Ranks.of(group), x)
+    return ring.errors_reach_ranks(Ranks.of(group), x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
 
     found: list[Away] = []
     for blocks in grouped(_apart(plan(call._replace(key_start=first, keys=count), False).blocks), lane).values():
-        spans = together(span for block in blocks for span in _spans(block.keys))
+        spans = joined_spans(span for block in blocks for span in _spans(block.keys))
         starts = [start for start, _ in spans]
         waiting: list[list[Block]] = [[] for _ in spans]
         for block in blocks:
@@ -117,7 +117,7 @@ def _spans(keys: View) -> list[tuple[int, int]]:
     return [(start, start + keys.rows * keys.row_step) for start in starts]
 
 
-def together(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Stretches [start, stop) that meet or overlap as one."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):

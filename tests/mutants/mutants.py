@@ -371,7 +371,7 @@ MUTANTS = [
     M("window-one-row-short", "Of a window, one row fewer is kept than later queries see.", "branches/window.py",
       "min(self.left * self.rate + 1, FOREVER)", "min(self.left * self.rate or 1, FOREVER)"),
     M("prefix-one-row-short", "Of a prefix, one row fewer is kept.", "branches/prefix.py",
-      "Kept(most=self.count,", "Kept(most=self.count - 1,"),
+      "CacheRule(most=self.count,", "CacheRule(most=self.count - 1,"),
     M("answers-before-later-tokens", "A stream does not wait for the later tokens of a window.", "branches/base.py",
       "max(0, tokens - self.ahead)", "tokens"),
     M("kept-twice-counts-twice", "A decoded token counts a key twice that two branches show.", "streaming/slots.py",

@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 FOREVER = 2**62  # a period that no sequence reaches
 
 
-class Kept(NamedTuple):
+class CacheRule(NamedTuple):
     """What a cache keeps of a head for later queries: in slot s the latest of offset + s * step + i * period.
 
     A query sees all of them; if each period begins ``anew``, those of its own; where tokens see one another, ``among``
@@ -258,9 +258,9 @@ class Branch:
         """The tokens that these queries see at most, if it does not depend on the length of the sequence."""
         return None
 
-    def kept(self, head: int) -> Kept:
+    def kept(self, head: int) -> CacheRule:
         """What later queries of a causal sequence can see; by default all tokens."""
-        return Kept(asks=True)
+        return CacheRule(asks=True)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         """The pairs of a rectangle that this branch does not show, some of them empty; None if only `sees` can tell

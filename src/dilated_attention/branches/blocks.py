@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, Rows, grouped, in_order
+from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, grouped, in_order
 from dilated_attention.checks import check_int
 
 Pairs = tuple[tuple[int, int], ...]
@@ -84,11 +84,11 @@ class Blocks(Branch):
                 rect = Rect(mine, keys, None, None, count, step * size if count > 1 else 0)
                 yield rect.between(high=0 if is_causal else None)
 
-    def kept(self, head: int) -> Kept:
+    def kept(self, head: int) -> CacheRule:
         """All up to the last block that a later one sees."""
         last = max((key for query, key in self.pairs if key <= query), default=-1)
         ahead = max(0, *(key - query + 1 for query, key in self.pairs))
-        return Kept(most=(last + 1) * self.size, asks=True, ahead=ahead * self.size)
+        return CacheRule(most=(last + 1) * self.size, asks=True, ahead=ahead * self.size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,8 +112,8 @@ class Dense(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         yield Rect(Rows.of(queries), Rows(0, 1, n)).between(high=0 if is_causal else None)
 
-    def kept(self, head: int) -> Kept:
-        return Kept()
+    def kept(self, head: int) -> CacheRule:
+        return CacheRule()
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return []

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, Rows, segments
+from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, segments
 from dilated_attention.checks import check_int
 
 MOST_PARTS = 8  # segments of a nested branch inside of another's, that are told apart as rectangles
@@ -64,8 +64,8 @@ class Dilated(Branch):
     def reach(self, queries: range) -> range:
         return range(queries.start // self.length * self.length, -(-queries.stop // self.length) * self.length)
 
-    def kept(self, head: int) -> Kept:
-        return Kept(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
+    def kept(self, head: int) -> CacheRule:
+        return CacheRule(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         width = self.length

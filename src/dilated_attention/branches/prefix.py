@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, Kept, Rect, Rows, in_order, rising
+from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, in_order, rising
 from dilated_attention.checks import Ints, check_int
 
 MOST_PARTS = 64  # rectangles that are left of one
@@ -48,8 +48,8 @@ class Prefix(Branch):
     def repeats(self) -> tuple[int, int]:
         return self.count, 1
 
-    def kept(self, head: int) -> Kept:
-        return Kept(most=self.count, ahead=self.count)
+    def kept(self, head: int) -> CacheRule:
+        return CacheRule(most=self.count, ahead=self.count)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return after(rect, self.count)
@@ -109,9 +109,9 @@ class Global(Branch):
     def repeats(self) -> tuple[int, int]:
         return self.tokens if isinstance(self.tokens, int) else max(self.tokens, default=-1) + 1, 1
 
-    def kept(self, head: int) -> Kept:
+    def kept(self, head: int) -> CacheRule:
         """Queries up to the last of these tokens may see all before them, and later ones see none after it."""
-        return Kept(most=self.repeats()[0], asks=not isinstance(self.tokens, int))
+        return CacheRule(most=self.repeats()[0], asks=not isinstance(self.tokens, int))
 
 
 @functools.lru_cache(maxsize=64)

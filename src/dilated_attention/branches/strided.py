@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, Rows, segments
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, Rows, segments
 from dilated_attention.checks import check_int
 
 
@@ -59,6 +59,6 @@ class Strided(Branch):
             return None
         return [] if rect.keys.start % self.rate == self.offset else [rect]
 
-    def kept(self, head: int) -> Kept:
+    def kept(self, head: int) -> CacheRule:
         period = self.length or FOREVER
-        return Kept(self.offset, self.rate, period, anew=self.length is not None, ahead=period)
+        return CacheRule(self.offset, self.rate, period, anew=self.length is not None, ahead=period)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import FOREVER, Branch, Kept, Rect, rows_at
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, rows_at
 from dilated_attention.checks import check_int
 
 
@@ -66,8 +66,8 @@ class Window(Branch):
         low, high = self.limits
         return range(queries.start + low, queries.stop + high)
 
-    def kept(self, head: int) -> Kept:
-        return Kept(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
+    def kept(self, head: int) -> CacheRule:
+        return CacheRule(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         low, high = self.limits

@@ -45,7 +45,7 @@ from dilated_attention.units import cell_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dilated_attention.bench.suites import Kept
+    from dilated_attention.bench.suites import ResultsFile
 
 OPTIONS = (
     option("--suite", "NAME", "Suites, see above; comma-separated or one per option.  [default: quick]",
@@ -69,7 +69,7 @@ def run(given: Namespace) -> int:
         where = options.device(given.device)
         dtypes = [options.dtype(name) for name in given.dtype.split(",")] if given.dtype else None
         charts.writable(given.out)
-    kept, is_pretty = suites.Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
+    kept, is_pretty = suites.ResultsFile(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
     if is_pretty:
         from dilated_attention.cli.output import watching
     with watching() if is_pretty else nullcontext(log) as watch:
@@ -86,7 +86,7 @@ def run(given: Namespace) -> int:
     return code or int(kept.results is not None and suites.is_ours_wrong(kept.results))
 
 
-def _show(kept: Kept, results: Record, given: Namespace) -> None:
+def _show(kept: ResultsFile, results: Record, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine
     from dilated_attention.bench.page import write_report

@@ -31,7 +31,7 @@ class Agreement(NamedTuple):
 
 
 @contextlib.contextmanager
-def telling(say: Callable[[Mapping[str, object]], object]) -> Iterator[None]:
+def errors_reach_all(say: Callable[[Mapping[str, object]], object]) -> Iterator[None]:
     """An error in here reaches the other ranks, so that none of them waits for this one. It is raised here as it is.
 
     ``say`` takes the fields of a rank that cannot take part, and asks the other ranks with them, for example by `ask`.
@@ -46,13 +46,13 @@ def telling(say: Callable[[Mapping[str, object]], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(say: Callable[[Mapping[str, object]], object]) -> Iterator[dict[str, object]]:
+def same_on_all(say: Callable[[Mapping[str, object]], object]) -> Iterator[dict[str, object]]:
     """An error in here, on any rank, is raised on all of them.
 
     What a rank writes into the dict must be the same on every rank, or all raise. Nothing in here may wait for others.
     """
     same: dict[str, object] = {}
-    with telling(say):
+    with errors_reach_all(say):
         yield same
     say(same)
 

@@ -256,7 +256,7 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     return name.lower()
 
 
-def telling_device(group: ProcessGroup, x: object) -> torch.device:
+def reachable_device(group: ProcessGroup, x: object) -> torch.device:
     """Where a rank can tell the others of an error: on the device of x, if it is a tensor that can be sent."""
     if isinstance(x, Tensor) and _wire(group, x.device):
         return x.device

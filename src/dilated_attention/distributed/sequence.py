@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention.distributed.agreement import ask, telling
-from dilated_attention.distributed.group import CommunicationError, GroupTransport, telling_device, wire_device
+from dilated_attention.distributed.agreement import ask, errors_reach_all
+from dilated_attention.distributed.group import CommunicationError, GroupTransport, reachable_device, wire_device
 
 Group = ProcessGroup | DeviceMesh
 
@@ -86,9 +86,9 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
         tensor([[0., 1., 2., 3., 4., 5.]])
     """
     pg = process_group(group)
-    transport = GroupTransport(pg, telling_device(pg, x), timeout=None)
+    transport = GroupTransport(pg, reachable_device(pg, x), timeout=None)
     say = functools.partial(ask, transport, "gather_sequence")
-    with telling(say):
+    with errors_reach_all(say):
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_meta:
@@ -121,7 +121,7 @@ def naming_lost_ranks(group: Group) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if not isinstance(error, CommunicationError):
-            GroupTransport(pg, telling_device(pg, None), None).name_lost(error)
+            GroupTransport(pg, reachable_device(pg, None), None).name_lost(error)
         raise
 
 
@@ -173,7 +173,7 @@ def mean_over_ranks(token_losses: Tensor, group: Group, mask: Tensor | None, gra
         return numbers
 
     refused = torch.tensor([torch.nan, torch.nan, 1.0])
-    with telling(lambda _: summed(refused, telling_device(pg, token_losses))):
+    with errors_reach_all(lambda _: summed(refused, reachable_device(pg, token_losses))):
         local, counted = _summed(token_losses, mask, gradients)
     totals = summed(torch.stack((local.detach().double(), counted, counted * 0)), local.device)
     if totals.device.type == "cpu" and totals[2] > 0:  # elsewhere the host would wait for it, and the mean is NaN

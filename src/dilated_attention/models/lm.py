@@ -141,7 +141,7 @@ def states_of(
     group: Over, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The states of whole sequences or documents, or of this rank's shards of them."""
-    with functional.telling(group, tokens):
+    with functional.errors_reach_group(group, tokens):
         ends = None if documents is None else cu_seqlens_on_host(documents)  # on the host, where every layer reads them
         positions = _positions(tokens, positions, ends, group)
     given = is_causal, Sequences(ends, group, model.backend), padding

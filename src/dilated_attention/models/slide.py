@@ -21,7 +21,7 @@ from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import check_flag, check_int, checked_probability, checked_scale
 from dilated_attention.context_parallel import Over
 from dilated_attention.distributed.sequence import gather_sequence
-from dilated_attention.functional import telling
+from dilated_attention.functional import errors_reach_group
 from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Sequences, mean_of, process_group, stacked
 from dilated_attention.models.positions import TileSize
@@ -186,7 +186,7 @@ class SlideEncoder(nn.Module):
         *, keeps_all: bool,
     ) -> tuple[list[Tensor], Sequences]:  # fmt: skip
         """The rows before the first layer and after each, or only after the last."""
-        with telling(group, tiles):
+        with errors_reach_group(group, tiles):
             tiles, coords = self._checked(tiles, coords, padding_mask, group)
             size = self.tile_size if tile_size is None else tile_size
             cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)

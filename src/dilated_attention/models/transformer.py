@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
 from dilated_attention.functional import with_sinks
-from dilated_attention.models.kept import Kept, Room, layers_kept
 from dilated_attention.models.parts import Tensors, in_parts, is_long
+from dilated_attention.models.saved_attention import Room, SavedAttention, layers_kept
 from dilated_attention.pattern import DilatedPattern, Pattern
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensors]  # (q, k, v) -> (out, lse), of each of the layer's calls
@@ -381,7 +381,7 @@ class Trunk(nn.Module):
             may_cut = again and not is_random(block)  # a part that is computed again would draw other random numbers
             run = partial(self.checkpoint, block) if again and number < len(self.blocks) else block
             if len(self.blocks) > number >= len(self.blocks) - kept:  # the late ones, which are needed first
-                x = run(x, waves, Kept(attend), may_cut, is_late, True)
+                x = run(x, waves, SavedAttention(attend), may_cut, is_late, True)
             else:
                 x = run(x, waves, attend, may_cut, is_late, apart)
             if number == 1 and again and self.checkpointing == "auto":

@@ -15,7 +15,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.checks import checked_probability, checked_scale
 from dilated_attention.pattern import DilatedPattern, Pattern, Rule
 from dilated_attention.resolve import Options, check_options
-from dilated_attention.ring.run import Ranks, telling_ranks
+from dilated_attention.ring.run import Ranks, errors_reach_ranks
 
 Lengths = Iterable[int] | None  # one entry per branch; None: a pattern says it
 
@@ -55,9 +55,9 @@ class Core(nn.Module):
     def _ranks_of_call(self) -> Ranks | None:
         return None if self.ranks is None else self.ranks.for_call()
 
-    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
+    def _errors_reach_ranks(self, x: Tensor) -> AbstractContextManager[None]:
         """An error in here reaches the other ranks, if there are any."""
-        return telling_ranks(self._ranks_of_call(), x)
+        return errors_reach_ranks(self._ranks_of_call(), x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.agreement import ask, together
+from dilated_attention.distributed.agreement import ask, same_on_all
 from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.nn.core import Lengths
 from dilated_attention.nn.multihead import MultiheadOptions, each
@@ -104,7 +104,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
 
     @contextmanager
-    def _telling_ranks(self, x: Tensor) -> Iterator[None]:
+    def _errors_reach_ranks(self, x: Tensor) -> Iterator[None]:
         def say(fields: Mapping[str, object]) -> None:  # to ranks with other heads of the same tokens
             group = None if self.over_heads is None else self.over_heads.process_group()
             if group is not None:
@@ -112,7 +112,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                 if transport.agrees_on_host:
                     ask(transport, "dilated_attention over heads", fields)
 
-        with super()._telling_ranks(x), together(say):
+        with super()._errors_reach_ranks(x), same_on_all(say):
             yield
 
     def _project(self, *given: Tensor) -> tuple[Tensor, ...]:

@@ -142,7 +142,7 @@ class MultiheadDilatedAttention(Core):
             is_causal: a query sees no later token.
         """
         tokens = query
-        with self._telling_ranks(query):  # all that can be wrong with a call
+        with self._errors_reach_ranks(query):  # all that can be wrong with a call
             check_flag("is_causal", is_causal)
             if need_weights:
                 raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")

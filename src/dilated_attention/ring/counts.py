@@ -17,7 +17,7 @@ from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
-from dilated_attention.plan import together, with_keys_here
+from dilated_attention.plan import joined_spans, with_keys_here
 from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
@@ -181,7 +181,7 @@ def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
         seeing += times * sum(rows.length for rows in {rect.queries for rect in rects})
         by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
         for (step, _), some in by_step.items():
-            spans = together((keys.start, keys.last + step) for keys in some)
+            spans = joined_spans((keys.start, keys.last + step) for keys in some)
             lanes += [(start, step, (stop - start) // step, times) for start, stop in spans]
     return pairs, seeing, lanes
 

@@ -27,8 +27,8 @@ from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.context_parallel import ContextParallel, Over
-from dilated_attention.distributed.agreement import Agreement, ask, telling
-from dilated_attention.distributed.group import GroupTransport, Stats, telling_device
+from dilated_attention.distributed.agreement import Agreement, ask, errors_reach_all
+from dilated_attention.distributed.group import GroupTransport, Stats, reachable_device
 from dilated_attention.resolve import check_cu_seqlens_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll, can_deal
 from dilated_attention.ring.circulate import Circulation
@@ -91,9 +91,9 @@ class Ranks:
         over = self.parallel
         return Checks(over.process_group(), device, over.timeout, over.debug, self.stats, verify=over.verify)
 
-    def telling(self, x: object) -> Checks:
+    def before_calls(self, x: object) -> Checks:
         """For what is said before there is a call: on the device of x, a tensor of it, if that can be."""
-        return self.transport(telling_device(self.parallel.process_group(), x))
+        return self.transport(reachable_device(self.parallel.process_group(), x))
 
     def __repr__(self) -> str:
         where = "default group" if self.parallel.group is None else f"{self.size} ranks"
@@ -110,7 +110,7 @@ def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
 def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
     parallel = ranks.parallel
-    with telling_ranks(ranks, inputs.q):
+    with errors_reach_ranks(ranks, inputs.q):
         if not call.kv_heads:  # compiled code around this call had no numbers for the shapes
             call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
         transport = ranks.transport(call.device)
@@ -142,14 +142,14 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     return _Parallel.apply(way, choice, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
+def errors_reach_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
     """For all that is done before the ranks agree on a call: an error in here reaches the others, and they raise, too.
 
     ``x``: a tensor of the call, on whose device the ranks are told if that can be.
     """
     if ranks is None or ranks.size == 1:
         return contextlib.nullcontext()
-    return telling(lambda fields: ranks.telling(x).refuse(CALL, fields))
+    return errors_reach_all(lambda fields: ranks.before_calls(x).refuse(CALL, fields))
 
 
 def _fields(
@@ -258,7 +258,7 @@ class _Parallel(torch.autograd.Function):
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         way, transport = ctx.way, ctx.way.transport
-        with telling(functools.partial(transport.refuse, BACKWARD)):
+        with errors_reach_all(functools.partial(transport.refuse, BACKWARD)):
             q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
             way.kept = tree_unflatten(kept, ctx.kept_as)
             check_transforms(dout, dlse)

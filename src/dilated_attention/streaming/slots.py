@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import View
 from dilated_attention.branches import Branch
-from dilated_attention.branches.base import FOREVER, Kept, grouped, in_order
+from dilated_attention.branches.base import FOREVER, CacheRule, grouped, in_order
 from dilated_attention.pattern import Pattern
 
 
@@ -39,7 +39,7 @@ class Table:
         self.listed = kept
         with torch.inference_mode(False):
             self.head = torch.tensor(heads, device=device)
-            self.kept: Any = Kept(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
+            self.kept: Any = CacheRule(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
             self.count = torch.tensor([[one.rows(tokens) for one in some] for some in kept], device=device)
             sizes = self.count.amax(0).clamp(min=1)
             self.begin, self.sizes = sizes.cumsum(0) - sizes, sizes.tolist()

@@ -54,7 +54,7 @@ def run(
         return session.run({name: PLANS[name](session) for name in names}, save)
 
 
-class Kept:
+class ResultsFile:
     """The results so far, in memory and on disk. Those of the run before are put aside when the first ones come."""
 
     def __init__(self, folder: Path) -> None:

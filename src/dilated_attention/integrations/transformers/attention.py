@@ -107,7 +107,7 @@ def attend(
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
     is_whole = grid.padding is None and grid.queries == grid.keys and kept is None
     if group is not None and not is_whole:
-        with functional.telling(group, q):
+        with functional.errors_reach_group(group, q):
             raise ValueError(ALONE)
     keys = k.shape[1] if kept is None else kept.length
     if keys != grid.keys:
@@ -196,7 +196,7 @@ def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> Non
     over = Ranks.of(group)
     if over is None or (ranks := over.group) is None:
         return
-    checks, n = over.telling(positions), positions.shape[1]
+    checks, n = over.before_calls(positions), positions.shape[1]
     if not checks.is_due:
         return
     ends = None if documents is None else documents.tolist()
@@ -212,7 +212,7 @@ def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> Non
             )
         wanted = within(documents, wanted)
     if bool((positions.cpu() != wanted).any()):  # in every row: none is padded
-        with functional.telling(group, positions):
+        with functional.errors_reach_group(group, positions):
             raise ValueError(
                 f"position_ids of rank {ranks.rank()} are not those of tokens {start} to {start + n - 1}: pass what "
                 "shard_batch() makes, and turn off load balancers that reorder tokens"

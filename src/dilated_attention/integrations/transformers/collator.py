@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.agreement import ask, together
+from dilated_attention.distributed.agreement import ask, same_on_all
 from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.distributed.sequence import Group, gather_sequence, process_group, shard_sequence
 from dilated_attention.models.lm import document_positions
@@ -115,7 +115,7 @@ class ShardingCollator:
 
     def __call__(self, features: Any) -> dict[str, Any]:
         wire = wire_device(self.group, torch.device("cpu"))
-        with together(partial(ask, GroupTransport(self.group, wire, None), "ShardingCollator()")) as same:
+        with same_on_all(partial(ask, GroupTransport(self.group, wire, None), "ShardingCollator()")) as same:
             batch = dict(self.collator(features))
             if not FILL.keys() <= batch.keys():
                 raise ValueError(f"a batch must have input_ids and labels, got {sorted(batch)}")

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dilated_attention.checks import warn
-from dilated_attention.functional import telling
+from dilated_attention.functional import errors_reach_group
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache
 from dilated_attention.integrations.transformers.config import NAME, set_pattern
@@ -185,7 +185,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
-        with telling(group, input_ids):
+        with errors_reach_group(group, input_ids):
             cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
                 raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut")

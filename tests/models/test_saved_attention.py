@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
 from dilated_attention.backends import run
-from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, kept, parts, shifted
+from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, parts, saved_attention, shifted
 from dilated_attention.ranks import pool
 from tests.over_ranks import world
 
@@ -88,7 +88,7 @@ def test_an_encoder_a_reentrant_checkpoint_and_a_second_backward_pass() -> None:
 
 def test_nothing_outlives_the_step() -> None:
     """Not even a graph that nobody goes back through."""
-    results, taking = [], kept._Taking.__torch_dispatch__
+    results, taking = [], saved_attention._Taking.__torch_dispatch__
 
     def watched(self: Any, op: Any, *given: Any) -> Any:
         found = taking(self, op, *given)
@@ -97,7 +97,7 @@ def test_nothing_outlives_the_step() -> None:
 
     model, tokens = model_of(), batch()
     model.checkpointing = ALL
-    with mock.patch.object(kept._Taking, "__torch_dispatch__", watched):
+    with mock.patch.object(saved_attention._Taking, "__torch_dispatch__", watched):
         for _ in range(2):
             loss = model(tokens, shifted(tokens)).sum()
         loss.backward()
@@ -126,10 +126,10 @@ def test_half_precision_by_autocast() -> None:
 
 def test_auto_keeps_what_has_room_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step needs 1000 bytes, and shows it; the optimizer then allocates 500."""
-    model, spare = model_of(), kept.SPARE
+    model, spare = model_of(), saved_attention.SPARE
     there_is = (1500 + 1000 + 3 * EACH + 1) / (1 - spare) + 1
     told = [(1000, 1000, 0), (1200, 2000, 0), (1500, 1500, there_is), (1500, 9000, there_is), (1500, 9000, 2500)]
-    monkeypatch.setattr(kept, "memory", lambda device: told.pop(0))
+    monkeypatch.setattr(saved_attention, "memory", lambda device: told.pop(0))
     expected = found(model_of(), True)[1]
     for layers in (0, 3, 3, 0):
         count, got = found(model, "auto")
@@ -164,7 +164,12 @@ def test_auto_on_a_gpu() -> None:
     """The first step keeps nothing; a small model has room for all in the next ones."""
     model, fewest = model_of().cuda().float(), []
     for _ in range(3):
-        with mock.patch.object(kept.Kept, "__call__", autospec=True, side_effect=kept.Kept.__call__) as calls:
+        with mock.patch.object(
+            saved_attention.SavedAttention,
+            "__call__",
+            autospec=True,
+            side_effect=saved_attention.SavedAttention.__call__,
+        ) as calls:
             tokens = batch().cuda()
             model.checkpointing = "auto"
             model(tokens, shifted(tokens)).sum().backward()

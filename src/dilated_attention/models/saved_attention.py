@@ -21,7 +21,7 @@ from dilated_attention.resolve import computed_dtype
 SPARE = 0.05  # of the memory: what lies between tensors
 
 
-class Kept:
+class SavedAttention:
     """An attention for one layer and one step: what its op gave the first time, it gives the second time.
 
     Over a group of ranks no op runs: attention is then computed again.
