@@ -24,7 +24,7 @@ from dilated_attention.models.weights import STEPS, unpickled
 def together(what: str, device: str = "cpu") -> AbstractContextManager[dict[str, object]]:
     """An error in here is raised on all ranks; what they write into the dict must be alike. Nothing here may wait."""
     transport = GroupTransport(dist.distributed_c10d._get_default_group(), torch.device(device), None)
-    return agreement.together(partial(agreement.ask, transport, what))
+    return agreement.same_on_all(partial(agreement.ask, transport, what))
 
 
 class Log:
