@@ -97,7 +97,7 @@ def all_over_ranks(names: list[str], *how: Any) -> dict[str, tuple[float, float]
         (3, "packed", None, True),
         (3, "packed", (1, 32, 7), False),
         (3, "rows", (13, 1, 6), False),
-        (4, "packed", None, False),
+        pytest.param(4, "packed", None, False, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_are_as_one(ranks: int, kind: str, lengths: Any, is_checkpointed: bool) -> None:

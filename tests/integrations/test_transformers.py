@@ -169,6 +169,7 @@ def test_torch_compile(kind: str) -> None:
     assert error(compiled(**given | step).logits, wanted) < hf.CLOSE
 
 
+@pytest.mark.slow
 def test_compiled_generation() -> None:
     model = hf.made(hf.config_of(pattern=(hf.PATTERN, hf.OTHER)))
     model.forward = torch.compile(model.forward, backend="eager")
