@@ -78,7 +78,7 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
     make the same list. A row that several blocks of a branch see is packed once for each head."""
 
     def lane(block: Block) -> Hashable:
-        keys = block.keys
+        keys = block.keys  # [7:] says which heads, and how their rows are shifted
         return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
 
     found: list[Away] = []

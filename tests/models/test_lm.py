@@ -296,7 +296,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     file, good = tmp_path / "step-00000001.pt", {"config": SMALL.to_dict(), "model": small().state_dict()}
     for found, says in (
         (None, "there is no checkpoint at '.*': name a file step-….pt .* or a folder"),
-        ({"model": good["model"]}, "step-00000001.pt is no checkpoint of examples/train_lm.py: it has no 'config'"),
+        ({"model": good["model"]}, "step-00000001.pt is not a checkpoint of examples/train_lm.py: it has no 'config'"),
         ({**good, "config": {"width": 3}}, "has no config of a language model: .* unexpected keyword"),
         ({**good, "model": {}}, "does not fit LongNetLM: Missing key"),
         ({**good, "more": Path("x")}, "has more in it than tensors, and is not read"),

@@ -89,7 +89,7 @@ def checkpoint(path: File) -> tuple[Mapping[str, Any], str]:
         raise ValueError(f"there is no checkpoint at {str(named)!r}: name {wanted}")
     found = unpickled(file, mmap=True)
     if not isinstance(found, Mapping) or not {"config", "model"} <= found.keys():
-        raise ValueError(f"{file} is no checkpoint of examples/train_lm.py: it has no 'config' and 'model'")
+        raise ValueError(f"{file} is not a checkpoint of examples/train_lm.py: it has no 'config' and 'model'")
     return found, str(file)
 
 
