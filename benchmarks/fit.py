@@ -27,10 +27,10 @@ import tasks_data
 import train_lm
 from tasks_model import Timed, score
 
-from dilated_attention import Dense, DilatedPattern, Pattern, Prefix, Window, fitting
+from dilated_attention import Dense, DilatedPattern, Pattern, Prefix, Window
 from dilated_attention.bench import machine
 from dilated_attention.integrations.stored import Plain
-from dilated_attention.models import LMConfig, LongNetLM
+from dilated_attention.models import LMConfig, LongNetLM, fitting
 from dilated_attention.models.transformer import written
 
 BUDGET, TOKENS, ALL = 1 / 8, 8192, Pattern([Dense()])

@@ -9,8 +9,8 @@ from typing import Any
 
 from tasks_model import score
 
-from dilated_attention import charts
 from dilated_attention.bench.plots import heat_map, styled, svg
+from dilated_attention.show import charts
 
 Result = dict[str, Any]
 Groups = dict[tuple[str, int], list[Result]]  # runs that differ in their seeds

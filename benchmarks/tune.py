@@ -30,11 +30,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dilated_attention import DilatedPattern, Pattern, Window, charts, dilated_attention
+from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention
 from dilated_attention.backends.triton import dispatch
 from dilated_attention.backends.triton.dispatch import DEFAULTS, KERNELS, TileConfig
 from dilated_attention.bench import machine, run
 from dilated_attention.call import Call
+from dilated_attention.show import charts
 from dilated_attention.testing import Results, error, limits, make_qkv
 from dilated_attention.testing import run as results_of
 

@@ -31,11 +31,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import Checkpoints, Log, together
 
 import dilated_attention as da
-from dilated_attention import charts
 from dilated_attention.cli.options import branches
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted, weights
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
+from dilated_attention.show import charts
 
 ANSWER = 20.0  # the weight of an answer: there are few, and the rest of a text says little of what is far
 

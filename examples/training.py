@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention import charts
 from dilated_attention.distributed import agreement
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.models.weights import STEPS, unpickled
+from dilated_attention.show import charts
 
 
 def together(what: str, device: str = "cpu") -> AbstractContextManager[dict[str, object]]:

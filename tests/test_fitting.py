@@ -22,12 +22,11 @@ from dilated_attention import (
     Window,
     attention_mass,
     dilated_attention,
-    fitting,
     reference,
 )
 from dilated_attention.integrations.stored import Plain, stored
 from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, register, set_pattern
-from dilated_attention.models import LMConfig, LongNetLM
+from dilated_attention.models import LMConfig, LongNetLM, fitting
 from dilated_attention.models.transformer import written
 
 ALL = Pattern([Dense()])

@@ -35,8 +35,8 @@ PUBLIC = [
 LAYERS = [
     "units", "checks", "branches", "shown", "pattern", "dropout", "merge", "call", "blocks", "bands", "plan",
     "backends", "autograd", "distributed", "context_parallel", "resolve", "ring", "functional", "streaming",
-    "reference", "testing", "ranks", "nn", "compat", "charts", "models", "slides", "integrations",
-    "show", "advice", "bench", "scoring", "fitting", "cli", "__main__",
+    "reference", "testing", "ranks", "nn", "compat", "show", "models", "slides", "integrations",
+    "advice", "bench", "cli", "__main__",
 ]  # fmt: skip
 
 OPTIONAL = [
@@ -160,7 +160,7 @@ def test_a_module_imports_only_what_is_above_it() -> None:
 
 WALLS = {  # what may not import what
     # a backend is named in its folder only, and in tools
-    r"(?!backends|charts|slides|show|advice|bench|cli|ranks|__main__)": r"backends\.(triton|sdpa|eager|aten)",
+    r"(?!backends|slides|show|advice|bench|cli|ranks|__main__)": r"backends\.(triton|sdpa|eager|aten)",
     # what computes dense problems knows nothing of patterns
     r"backends\.(problem|aten|sdpa|eager)$": r"(pattern|blocks|plan)$",
     r"distributed": r"(?!distributed)",
@@ -180,11 +180,11 @@ def test_walls(these: str, those: str) -> None:
 
 PARTS = {
     **dict.fromkeys(("models", "integrations", "slides"), "top"),
-    **dict.fromkeys(("bench", "cli", "show", "advice", "ranks", "scoring", "fitting"), "tools"),
+    **dict.fromkeys(("bench", "cli", "show", "advice", "ranks"), "tools"),
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [11_079, 60_740]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [10_972, 60_265], "top": [4_587, 23_318]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from dilated_attention import Dense, Pattern, fitting
+from dilated_attention import Dense, Pattern
+from dilated_attention.models import fitting
 from dilated_attention.models.transformer import read_pattern
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 from dilated_attention.bench import plots
 from dilated_attention.bench.page import COLUMNS, csv_text, page, write_report
 from dilated_attention.bench.results import load
-from dilated_attention.charts import _hashes
+from dilated_attention.show.charts import _hashes
 from tests.bench import sample
 
 SAMPLE: dict[str, Any] = sample.sample()

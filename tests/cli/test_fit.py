@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import Pattern, Window, scoring
+from dilated_attention import Pattern, Window
 from dilated_attention.integrations.stored import Plain, stored
-from dilated_attention.models import recall
+from dilated_attention.models import recall, scoring
 from dilated_attention.models.transformer import read_pattern
 from tests.cli.conftest import Refused, Run
 from tests.test_fitting import lm, saved

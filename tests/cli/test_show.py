@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from dilated_attention import Blocks, DilatedPattern, Global, Pattern, Strided, Window
-from dilated_attention.show import View, terminal
+from dilated_attention.show import terminal
+from dilated_attention.show.view import View
 
 LINE = ("show", "-n", "8k", "-w", "2k,4k", "-r", "1,2")
 PATTERN = DilatedPattern.longnet([2048, 4096], [1, 2])
@@ -53,7 +54,7 @@ def test_every_option_reaches_the_picture(run: Any, tmp_path: Path, monkeypatch:
     assert run(*LINE, "-o", file).out == f"written: {file}\n"
     assert file.stat().st_size > 1000
     saved: list[tuple[View, Path]] = []
-    monkeypatch.setattr("dilated_attention.show.save", lambda view, file: saved.append((view, file)))
+    monkeypatch.setattr("dilated_attention.show.chart.save", lambda view, file: saved.append((view, file)))
     what = ("--rule", "torchscale", "--heads", 4, "--kv-heads", 2, "--head", 1, "--query", "1k", "--window", "1k:2k")
     ran = run(*LINE, *what, "--causal", "--colour", "branch", "--ranks", 4, "-o", file)
     assert (ran.code, ran.out) == (0, f"written: {file}\n")

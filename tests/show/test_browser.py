@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dilated_attention import DilatedPattern
-from dilated_attention.show import View, save
+from dilated_attention.show.chart import save
+from dilated_attention.show.view import View
 from tests.browsing import (
     IN_A_BROWSER,
     keeps_to_itself,

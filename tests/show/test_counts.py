@@ -16,8 +16,8 @@ import dilated_attention as da
 from dilated_attention import DilatedPattern, Pattern
 from dilated_attention.branches import KINDS
 from dilated_attention.pattern import RULES
-from dilated_attention.show import View
 from dilated_attention.show.counts import edges
+from dilated_attention.show.view import View
 from tests.test_branches import drawn
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dilated_attention import Dilated, DilatedPattern, Global, Pattern, Window, charts
-from dilated_attention.show import View, plot, save, terminal
+from dilated_attention import Dilated, DilatedPattern, Global, Pattern, Window
+from dilated_attention.show import charts, terminal
 
 pytest.importorskip("altair")
 
-from dilated_attention.show.chart import choosable, hues, panels
+from dilated_attention.show.chart import choosable, hues, panels, plot, save
+from dilated_attention.show.view import View
 from tests.page_text import data_of
 
 PATTERN = DilatedPattern.longnet([16, 64], [1, 4])

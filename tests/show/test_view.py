@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dilated_attention import DilatedPattern
-from dilated_attention.show import View
-from dilated_attention.show.view import shades
+from dilated_attention.show.view import View, shades
 
 LONGNET = DilatedPattern.longnet([4, 8], [1, 2])
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import dilated_attention
-from dilated_attention import charts
+from dilated_attention.show import charts
 
 TOO_BUSY = 0.25  # of the cores, taken by others
 

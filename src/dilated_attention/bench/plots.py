@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
-from dilated_attention import charts
 from dilated_attention.bench.conclude import TELLING
 from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, milliseconds, setting, with_ranks
 from dilated_attention.branches.base import grouped
+from dilated_attention.show import charts
 from dilated_attention.units import bytes_text, number_text
 
 LOST = "out of memory"

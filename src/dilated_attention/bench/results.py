@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dilated_attention import charts
+from dilated_attention.show import charts
 from dilated_attention.units import measured_text, number_text
 
 SCHEMA = 1

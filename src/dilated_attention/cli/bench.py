@@ -33,13 +33,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention import charts
 from dilated_attention.bench import regress
 from dilated_attention.bench.pace import log
 from dilated_attention.bench.results import Record
 from dilated_attention.cli import options
 from dilated_attention.cli.compare import summary
 from dilated_attention.cli.options import option
+from dilated_attention.show import charts
 from dilated_attention.units import cell_text
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from dilated_attention import charts
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
+from dilated_attention.show import charts
 
 OPTIONS = (
     option("source", "SOURCE", "The released slide_encoder.pth; or a language model.", Path),

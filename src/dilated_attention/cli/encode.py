@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention import charts
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli import options
 from dilated_attention.cli.options import count, flag, option
+from dilated_attention.show import charts
 from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dilated_attention import charts
 from dilated_attention.cli import options
+from dilated_attention.show import charts
 
 OPTIONS = options.MODEL
 TITLE = "right answers, by distance in bytes"
 
 
 def run(given: Namespace) -> None:
-    from dilated_attention import scoring
     from dilated_attention.bench import plots
     from dilated_attention.cli.output import console, print_json, print_table
-    from dilated_attention.models import recall
+    from dilated_attention.models import recall, scoring
 
     with options.refusing():
         model, text, rows = options.model_and_rows(given)

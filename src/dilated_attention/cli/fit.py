@@ -16,9 +16,9 @@ from fractions import Fraction
 from pathlib import Path
 from statistics import mean
 
-from dilated_attention import charts
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
+from dilated_attention.show import charts
 
 
 def share(text: str) -> float:
@@ -43,9 +43,9 @@ OPTIONS = (
 def run(given: Namespace) -> None:
     with options.refusing():
         options.file("-o", given.output, (".json",))
-    from dilated_attention import fitting
     from dilated_attention.bench import plots
     from dilated_attention.cli.output import console, print_json, print_table
+    from dilated_attention.models import fitting
     from dilated_attention.models.transformer import written
 
     with options.refusing():

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention import charts
+from dilated_attention.show import charts
 
 if TYPE_CHECKING:
     import torch
@@ -266,8 +266,8 @@ def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
 
 def model_and_rows(given: Namespace) -> tuple[Any, bytes, torch.Tensor]:
     """What MODEL names, in bfloat16 on CUDA: a model, and text, of which rows are on its device."""
-    from dilated_attention import scoring
     from dilated_attention.integrations.stored import stored
+    from dilated_attention.models import scoring
 
     if given.chart is not None:
         file("--chart", given.chart, (".svg",))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from dilated_attention import charts
 from dilated_attention.bench.results import load
 from dilated_attention.cli import options
 from dilated_attention.cli.options import flag, option
+from dilated_attention.show import charts
 
 RESULTS = "A results.json, or a folder that holds one."
 OPTIONS = (

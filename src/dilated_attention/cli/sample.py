@@ -11,9 +11,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from dilated_attention import charts
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
+from dilated_attention.show import charts
 
 OPTIONS = (
     option("checkpoint", "CHECKPOINT", "The --out of a training, or one file step-….pt in it.", Path),

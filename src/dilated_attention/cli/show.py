@@ -29,23 +29,23 @@ OPTIONS = (
 
 
 def run(given: Namespace) -> None:
-    from dilated_attention import show as pictures
     from dilated_attention.cli.output import console
-    from dilated_attention.show import terminal
+    from dilated_attention.show import chart, terminal
+    from dilated_attention.show.view import MOST_CELLS, View
 
     screen = console()
     with options.refusing():
         if given.output is not None:
-            options.file("-o", given.output, pictures.ENDINGS)
+            options.file("-o", given.output, chart.ENDINGS)
         elif given.borders is not None or given.colour != "share":
             raise ValueError("--ranks and --colour change what is drawn into a file: name one with -o")
-        view = pictures.View(
+        view = View(
             options.pattern(given), given.tokens, given.heads, kv_heads=given.kv_heads, is_causal=given.causal,
             head=given.head, query=given.query, window=given.window, ranks=given.borders, colour=given.colour,
-            cells=terminal.cells_in(screen, given.tokens) if given.output is None else pictures.MOST_CELLS,
+            cells=terminal.cells_in(screen, given.tokens) if given.output is None else MOST_CELLS,
         )  # fmt: skip
     if given.output is None:
         screen.print(terminal.text(view, screen), soft_wrap=False)
     else:
-        pictures.save(view, given.output)
+        chart.save(view, given.output)
         screen.print(f"written: {given.output}")

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.charts import library
 from dilated_attention.models import weights
 from dilated_attention.models.generate import BEGIN
 from dilated_attention.models.layers import Sequences, attend_each
 from dilated_attention.models.lm import LongNetLM, states_of
 from dilated_attention.pattern import Pattern
+from dilated_attention.show.charts import library
 
 Look = Callable[..., None]  # of a layer's number, q, k, v and scale
 

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.charts import write
 from dilated_attention.models import weights
 from dilated_attention.models.slide import SlideEncoder
+from dilated_attention.show.charts import write
 
 
 class LongNetViT(SlideEncoder):

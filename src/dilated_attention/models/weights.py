@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dilated_attention.charts import library, write
+from dilated_attention.show.charts import library, write
 
 RELEASED = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", RELEASED)

@@ -1,4 +1,7 @@
-"""A view as a Vega-Lite specification: panels side by side for a file or a notebook, one with choices for a page."""
+"""A view as a Vega-Lite specification: panels side by side for a file or a notebook, one with choices for a page.
+
+`charts` makes a file of it: a picture, or a page with style, script and data inside.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import itertools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dilated_attention import charts
-from dilated_attention.show.view import COLOURS, Picture, View, shades
+from dilated_attention.pattern import DilatedPattern, Pattern
+from dilated_attention.show import charts
+from dilated_attention.show.view import COLOURS, MOST_CELLS, Picture, View, shades
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+ENDINGS = (".html", ".svg", ".png")
 MOST_PANELS = 4  # side by side
 GRID = 64  # up to so many cells down and across have gaps between them
 OPACITY = [1.0, 0.62, 0.38, 0.24, 0.13]  # of the shades
@@ -22,6 +28,30 @@ ANY = "any branch"  # the one name where colours do not tell branches apart
 LINE = "#e03131"
 COLUMNS = ["picture", "q", "q_end", "k", "k_end", "share", "level", "branch", "count"]  # the last under "sum"
 Specification = dict[str, Any]
+
+
+def plot(pattern: Pattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
+    """An Altair chart of a pattern; ``options`` are those of `View`."""
+    if tokens is None:
+        tokens = min(max(pattern.segment_lengths) if isinstance(pattern, DilatedPattern) else 256, MOST_CELLS)
+    if heads is None:
+        heads = max([4, len(pattern.branches), *(head + 1 for branch in pattern.listed for head in branch.members)])
+    view = View(pattern, tokens, heads, **options)
+    return charts.library("altair").Chart.from_dict(panels(view))
+
+
+def save(view: View, file: Path) -> None:
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
+    if ending == ".html":
+        captions, cells = {colour: view.caption(colour) for colour in COLOURS}, len(view.edges) - 1
+        data = {"specification": choosable(view), "captions": captions, "cells": cells}
+        folder, scripts = Path(__file__).parent / "page", [charts.scripts()]
+        content = charts.page(folder, data, scripts=scripts, view=view, facts=view.facts()).encode()
+    else:
+        content = charts.drawn(panels(view), ending)
+    charts.write(file, content)
 
 
 def panels(view: View) -> Specification:

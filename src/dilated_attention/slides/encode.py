@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import dilated_attention
-from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
 from dilated_attention.models.weights import short
+from dilated_attention.show import charts
 from dilated_attention.slides import files, maps
 from dilated_attention.slides.files import BadFile, Slide
 

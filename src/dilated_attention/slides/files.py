@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention import charts
 from dilated_attention.models import positions
+from dilated_attention.show import charts
 
 FEATURES, COORDS = ("features", "feats"), "coords"
 TILE_SIZE = 256  # of files that do not say: GigaPath's

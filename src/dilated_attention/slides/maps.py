@@ -17,8 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from dilated_attention import charts
 from dilated_attention.models import AttentionMap, SlideEncoder, explain
+from dilated_attention.show import charts
 from dilated_attention.slides.files import BadFile, Slide
 
 ENDINGS = (".html", ".png")

@@ -20,7 +20,6 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from dilated_attention import charts
 from dilated_attention.bench import plots
 from dilated_attention.bench.conclude import code_of
 from dilated_attention.bench.results import (
@@ -35,6 +34,7 @@ from dilated_attention.bench.results import (
     with_ranks,
 )
 from dilated_attention.branches.base import grouped
+from dilated_attention.show import charts
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
