@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,8 @@ NEAR = K  # tokens of a window, the query's own among them
 FULL = 4  # one layer in so many sees all
 LENGTHS = (2 * K, 8 * K, 32 * K)  # of rows in training, one after the other
 WINDOWS = (8 * K, 32 * K, 128 * K, 256 * K)  # in which held-out text is judged
-SEQUENCES, LONGEST = 32, 128 * K  # of held-out text
-SECONDS, AROUND = 100.0, 100  # of training; of the rest of a run
+SEQUENCES, LONGEST = 16, 128 * K  # of held-out text
+SECONDS, AROUND = 100.0, 40  # of training; of the rest of a run
 MODEL: dict[str, float] = {"dim": 512, "depth": 8, "heads": 8, "lr": 2e-3, "warmup": 100}
 FRESH = (1, 2, 3)  # seeds of registered runs
 FAR = ("longnet", "dilated", "strided")  # which also run with a learned weight of what only far branches show
@@ -139,7 +139,16 @@ def training_options(options: argparse.Namespace, seed: int, folder: str) -> arg
     return found
 
 
-def train(options: argparse.Namespace, run: Run, data: tasks_data.Data, about: dict[str, Any]) -> None:
+class Turn(NamedTuple):
+    """Of a run among others: it may train, since the last one has ended; and it has trained, so the next may start."""
+
+    comes: Any  # events
+    ends: Any
+
+
+def train(
+    options: argparse.Namespace, run: Run, data: tasks_data.Data, about: dict[str, Any], turn: Turn | None
+) -> None:
     """One run: train, judge, and write as it goes."""
     with tempfile.TemporaryDirectory() as folder:
         given, small = training_options(options, run.seed, folder), options.shrink
@@ -149,7 +158,8 @@ def train(options: argparse.Namespace, run: Run, data: tasks_data.Data, about: d
         share = sum(one.pairs(window, **pairs) for calls in config.calls for one in calls) / given.depth
         with train_lm.ranks(given.device):
             file = options.out / f"{run.name}.json"
-            trainer = Timed(given, config, lengths, data, file, run.attention == "dense")
+            may_begin = turn.comes.wait if turn else bool
+            trainer = Timed(given, config, lengths, data, file, run.attention == "dense", may_begin)
             trainer.write(
                 **about, **run._replace(window=window)._asdict(), config=config.to_dict(),
                 parameters=trainer.parameters, lr=given.lr,
@@ -157,6 +167,8 @@ def train(options: argparse.Namespace, run: Run, data: tasks_data.Data, about: d
                 operations_per_token=[operations(config, trainer.parameters, n) / n for n in lengths],
             )  # fmt: skip
             if train_lm.run(trainer, [], trainer):  # type: ignore[arg-type]
+                if turn:
+                    turn.ends.set()
                 trainer.write(peak_gib=torch.cuda.max_memory_allocated() / 2**30 if given.device == "cuda" else None)
                 trainer.write(held_out=trainer.judged([x // small for x in WINDOWS]), complete=True)
 
@@ -169,7 +181,7 @@ def baselines_of(data: tasks_data.Data, device: str) -> dict[str, float]:
     return {"xz -9e": 8 * len(packed) / len(held_out), **{f"order {order}": bits for order, bits in found.items()}}
 
 
-def perform(options: argparse.Namespace, name: str) -> None:
+def perform(options: argparse.Namespace, name: str, turn: Turn | None = None) -> None:
     """One run, or the baselines, in this process."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -179,7 +191,7 @@ def perform(options: argparse.Namespace, name: str) -> None:
             found = {**about, "bits": baselines_of(data, device), "complete": True}
             machine.write_json(options.out / "baselines.json", found)
         else:
-            train(options, RUNS[name], data, about)
+            train(options, RUNS[name], data, about, turn)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -200,19 +212,33 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def run_queue(options: argparse.Namespace) -> None:
-    """Those that are named, or all that are not done, each in a process of its own: what one breaks ends with it."""
-    began, failed = time.monotonic(), []
-    names = options.runs or [name for name in NAMES if not is_done(options, name)]
+    """Those that are named, or all that are not done, each in a process of its own: what one breaks ends with it.
+
+    While one is judged, the next reads its text and compiles. It trains when the device is its own.
+    """
+    began, failed, last = time.monotonic(), [], None
+    spawn, names = multiprocessing.get_context("spawn"), options.runs or [x for x in NAMES if not is_done(options, x)]
     for name in names:
         if time.monotonic() - began + options.seconds + AROUND > 60 * options.minutes:
             print(f"{name} and what follows is left for the next call")
             break
-        process = multiprocessing.get_context("spawn").Process(target=perform, args=(options, name))
+        turn = Turn(spawn.Event(), spawn.Event())
+        process = spawn.Process(target=perform, name=name, args=(options, name, turn))
         process.start()
-        process.join()
-        failed += [name] if process.exitcode else []
-    if failed:
+        failed += ended(last)
+        turn.comes.set()
+        while process.is_alive() and not turn.ends.wait(1):
+            pass
+        last = process
+    if failed := failed + ended(last):
         raise SystemExit(f"error: failed: {', '.join(failed)}")
+
+
+def ended(process: Any) -> list[str]:
+    """Waits for a run; its name, if it failed."""
+    if process:
+        process.join()
+    return [process.name] if process and process.exitcode else []
 
 
 def main(words: list[str] | None = None) -> None:

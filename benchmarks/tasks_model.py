@@ -9,6 +9,7 @@ import argparse
 import itertools
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from dilated_attention.bench.suites.models import dense
 from dilated_attention.models import LMConfig, LongNetLM, recall, token_losses
 
 STEP = 1 << 15  # tokens: short training needs many steps
-POINTS, CHECKS = 100, 8  # of the curve of training, and on held-out text
+POINTS, CHECKS = 100, 5  # of the curve of training, and on held-out text
 CHECKED = 1 << 20  # bytes of held-out text that a point needs
 ASKED = 1 << 20  # bytes of rows with questions that are judged: at least ROWS rows
 ROWS, CHECKED_ROWS = 4, 8
@@ -57,38 +58,46 @@ class Timed(train_lm.Trainer):
     """Trains until its clock has reached the limit; the log of `train_lm.run`, too.
 
     Rows grow: each of ``lengths`` but the last has a quarter of the time. The clock begins after a step of each length,
-    in which kernels are compiled. It stands still while rows are made and while held-out text is judged.
+    in which kernels are compiled, and once ``may_begin`` returns: the device may still be busy with another run. It
+    stands still while held-out text is judged. The host makes the rows of a step while the device computes the last.
     """
 
     def __init__(
-        self, options: argparse.Namespace, config: LMConfig, lengths: list[int], data: Data, file: Path, is_dense: bool
-    ) -> None:
+        self, options: argparse.Namespace, config: LMConfig, lengths: list[int], data: Data, file: Path, is_dense: bool,
+        may_begin: Callable[[], Any] = bool,
+    ) -> None:  # fmt: skip
         self.kind = DenseLM if is_dense else LongNetLM
         super().__init__(options, config)
-        self.lengths, self.data, self.file = lengths, data, file
+        self.lengths, self.data, self.file, self.may_begin = lengths, data, file, may_begin
         self.tokens = max(STEP // options.shrink, lengths[-1])  # of a step
         self.elapsed, self.began, self.paused, self.written = 0.0, math.inf, 0.0, 0.0
         self.recent, self.by_length = list[float](), [0] * len(lengths)
         self.parameters = sum(x.numel() for x in self.model.parameters())
         self.found: dict[str, Any] = {"complete": False, "curve": [], "held_out_curve": []}
+        self.made = self.make(0)
 
     def done(self) -> float:
         return self.elapsed / self.options.seconds
 
+    def make(self, step: int) -> tuple[int, tuple[Tensor, ...]]:
+        """The number of the length of a step's rows, and the rows."""
+        last = len(self.lengths) - 1
+        phase = step if step <= last else min(last, int(4 * self.done()))
+        return phase, tasks_data.step(self.data, step, self.lengths[phase], self.tokens, self.options.seed)
+
     def gradients(self, rows: Any) -> Tensor:
-        began, last = time.perf_counter(), len(self.lengths) - 1
-        phase = self.step if self.step <= last else min(last, int(4 * self.done()))
-        made = tasks_data.step(self.data, self.step, self.lengths[phase], self.tokens, self.options.seed)
+        phase, made = self.made
         inputs, labels, weights = (x.to(self.options.device) for x in made)
         self.by_length[phase] += self.tokens
-        self.paused += time.perf_counter() - began  # `update` had waited for the device
         losses = self.model(inputs, labels, chunk=CHUNK)
         ((losses * weights).sum() / weights.sum()).backward()
+        self.made = self.make(self.step + 1)
         return losses.detach().mean()  # type: ignore[no-any-return]
 
     def update(self) -> float:
         norm = super().update()  # it waits for the device
         if self.step == len(self.lengths):
+            self.may_begin()
             self.began, self.paused = time.perf_counter(), 0.0
         self.elapsed = max(0.0, time.perf_counter() - self.began - self.paused)
         return norm

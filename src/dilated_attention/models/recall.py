@@ -94,7 +94,7 @@ def _row(
             if kind == "chain":
                 other, between = next(words), drawn.randrange(fact + FACT, ask - FACT + 1)
                 writings[1:] = [(between, b"@%b=%b;" % (other, key)), (ask, b"@%b?%b;" % (other, value))]
-            if not any(any(busy[at : at + FACT]) for at, _ in writings):
+            if all(busy.find(1, at, at + FACT) < 0 for at, _ in writings):
                 break
         else:
             raise ValueError(
