@@ -48,6 +48,7 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # window, every how many
 }  # fmt: skip
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q (B, N, H, D), k and v (B, N, Hk, D)
 FULL = Pattern([Dense()])
+FEW = 3  # calls that are timed, at least
 
 
 def config_of(name: str, shrink: int) -> tuple[int, LMConfig]:
@@ -132,12 +133,12 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     row: dict[str, Any] = {"model": name, "tokens": tokens, "attention": side}
     for kind, (attend, _) in kinds.items():
         qkv = testing.make_qkv(1, tokens, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
-        turns.measure(row, kind, attend, qkv, "eager", seconds)
+        turns.measure(row, kind, attend, qkv, "eager", seconds, FEW)
     torch.manual_seed(0)
     with torch.device(given["device"]):
         model = LongNetLM(config, dtype=given["dtype"])
     model.checkpointing = True
-    row["step"] = turns.timed(step_of(model, tokens, near, full), seconds, 3)
+    row["step"] = turns.timed(step_of(model, tokens, near, full), seconds, FEW)
     row["layers"] = {"full": config.patterns.count(FULL), "window": config.depth - config.patterns.count(FULL)}
     # the backward pass computes a layer again, the last one excepted
     parts = {kind: count * sum(row[f"{kind}, {way}"][1] for way in ("forward", "forward + backward"))
@@ -194,7 +195,7 @@ def generated(prompt: int, cache: str, attention: str, shrink: int, given: dict[
         model.generate(ids, do_sample=False, min_new_tokens=count, max_new_tokens=count, **more)
 
     # the static cache has its size from the count, and is compiled for each
-    ms = [turns.timed(functools.partial(write, count), 0.0, 3)[1] for count in (few, many)]
+    ms = [turns.timed(functools.partial(write, count), 0.0, FEW)[1] for count in (few, many)]
     speed = (many - few) / (ms[1] - ms[0]) * 1000
     return {"prompt": prompt, "cache": cache, "attention": attention, "tokens_per_second": round(speed, 1)}
 

@@ -132,7 +132,7 @@ def first_step(attend: Callable[..., Any], *qkv: Any) -> float:
 
 
 def measure(
-    ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float
+    ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float, few: int = 8
 ) -> None:
     call = attend if mode == "eager" else torch.compile(attend, fullgraph=True, mode=mode)
     leaves = [x.detach().requires_grad_() for x in qkv]
@@ -147,8 +147,8 @@ def measure(
         out = call(*leaves)
         out.backward(out.detach())
 
-    ms[f"{case}, forward"] = timed(forward, seconds)
-    ms[f"{case}, forward + backward"] = timed(both, seconds)
+    ms[f"{case}, forward"] = timed(forward, seconds, few)
+    ms[f"{case}, forward + backward"] = timed(both, seconds, few)
 
 
 def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: float) -> None:
