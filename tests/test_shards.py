@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from dilated_attention import DilatedPattern
 from dilated_attention.blocks import View
 from dilated_attention.call import Call
-from dilated_attention.ring.alltoall import Bundle, bundles_of, share
+from dilated_attention.ring.alltoall import Bundle, bundles_of, deal
 from dilated_attention.ring.shards import Shards
 from tests.cases import Case
 from tests.drawn import drawn, few
@@ -31,12 +32,15 @@ def test_where_a_sequence_is_cut() -> None:
     assert [shards.sequence(token) for token in (4, 5, 12)] == [(0, 5), (5, 13), (5, 13)]
 
 
-@pytest.mark.parametrize("items", [0, 1, 2, 5, 8, 12, 100])
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
-def test_shares_are_even_and_complete(items: int, parts: int) -> None:
-    shares = [share(items, parts, index) for index in range(parts)]
-    assert [item for some in shares for item in some] == list(range(items))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+@pytest.mark.parametrize("heads", [1, 2, 5, 8, 12, 100])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 12])
+def test_shares_are_even_and_complete(heads: int, ranks: int) -> None:
+    call = Call(DilatedPattern.longnet([64], [1]), samples=1, heads=heads, kv_heads=heads)
+    rows, targets = deal(call, 0, tuple(range(ranks + 1)))
+    assert rows.tolist() == [[1] * ranks] * heads
+    assert sorted(targets) == list(range(heads))
+    counts = [list(targets.values()).count(rank) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 1
 
 
 # --- whole segments -------------------------------------------------------------------------------------------------

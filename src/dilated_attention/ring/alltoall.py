@@ -20,8 +20,9 @@ from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import Block, View
 from dilated_attention.branches import Dilated
-from dilated_attention.branches.base import grouped, rows_at
+from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
+from dilated_attention.checks import Ints
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import blocks_of
@@ -61,38 +62,45 @@ def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
     return start, min(start + length, end)
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def bundles_at(call: Call, shards: Shards, index: int, start: int, stop: int) -> list[Bundle]:
+def bundles_at(call: Call, shards: Shards, index: int, start: int, stop: int) -> Iterator[Bundle]:
     """The heads of a branch's segment that several ranks have rows of, shared evenly by these ranks."""
-    branch, size, found = call.branches[index], stop - start, list[Bundle]()
-    assert isinstance(branch, Dilated)
-
-    @functools.cache
-    def held(offset: int) -> tuple[tuple[int, int], ...]:
-        """The ranks that have rows, and how many."""
-        rows = rows_at(start + offset, branch.rate, start + offset, stop)
-        some = ((rank, rows.inside(*shards.of_rank(rank)).length) for rank in shards.holders(start, stop))
-        return tuple(pair for pair in some if pair[1])
-
-    counts = {head: held(offset) for head, offset in call.placed(index)}
+    (ranks, cut), size = shards.cut(start, stop), stop - start
+    rows, targets = deal(call, index, cut)
+    placed, held = call.placed(index), rows.tolist()
     call = call._replace(start=start, queries=size, key_start=start, keys=size, cu_seqlens=shards.cu_seqlens)
-    for members, heads in grouped(counts, lambda head: tuple(rank for rank, _ in counts[head])).items():
-        for place, target in enumerate(members if len(members) > 1 else ()):
-            turn = (place - index) % len(members)  # where heads are few, others in each branch
-            mine = [heads[at] for at in share(len(heads), len(members), turn)]
-            for numbers, alike in grouped(mine, counts.__getitem__).items():
-                for block in blocks_of(call, index, alike):
-                    views, token = {}, block.queries.token
-                    for rank, number in numbers:
-                        views[rank] = block.queries._replace(token=token, rows=number, start=shards.starts[rank])
-                        token += number * branch.rate
-                    found.append(Bundle(block, views, target))
-    return found
+    for (target, numbers), alike in grouped(targets, lambda at: (targets[at], tuple(held[at]))).items():
+        for block in blocks_of(call, index, [placed[at][0] for at in alike]):
+            views, token = {}, block.queries.token
+            for rank, number in zip(ranks, numbers, strict=True):
+                if number:
+                    views[rank] = block.queries._replace(token=token, rows=number, start=shards.starts[rank])
+                token += number * block.queries.row_step
+            if len(views) > 1:
+                yield Bundle(block, views, ranks[target])
 
 
-def share(items: int, parts: int, index: int) -> range:
-    """Which of so many items the index-th of so many parts gets: as even as can be, none where items are few."""
-    return range(items * index // parts, items * (index + 1) // parts)
+def deal(call: Call, index: int, cut: Ints) -> tuple[Tensor, dict[int, int]]:
+    """Of a segment that is cut at these tokens: (heads, ranks) how many rows each rank has of each head that runs the
+    branch, and which rank computes the head: those that have rows of it share such heads evenly."""
+    branch, targets = call.branches[index], dict[int, int]()
+    assert isinstance(branch, Dilated)
+    rows = rows_before(torch.tensor(cut, device="cpu"), offsets_of(call, index), branch.rate).diff()
+    holders = [tuple(row.nonzero().flatten().tolist()) for row in rows]
+    for ranks, heads in grouped(range(len(rows)), holders.__getitem__).items():
+        for place, head in enumerate(heads if ranks else ()):
+            share = ((place + 1) * len(ranks) - 1) // len(heads)
+            targets[head] = ranks[(share + index) % len(ranks)]  # where heads are few, others in each branch
+    return rows, targets
+
+
+def offsets_of(call: Call, index: int) -> Tensor:
+    """(heads, 1) where in a segment the rows of each head that runs the branch begin."""
+    return torch.tensor([offset for _, offset in call.placed(index)], dtype=torch.int64, device="cpu").unsqueeze(1)
+
+
+def rows_before(tokens: Tensor, start: Tensor, step: Tensor | int) -> Tensor:
+    """How many of start, start + step, ... come before each token."""
+    return (-((start - tokens) // step)).clamp(min=0)
 
 
 class AllToAll(ParallelCall):

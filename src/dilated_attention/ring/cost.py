@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import Pattern
-from dilated_attention.ring.counts import Tally, count, pairs_by_rank
+from dilated_attention.ring.counts import Tally, count
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, flops_text, seconds_text
 
@@ -228,16 +227,14 @@ def plan_cost(
         pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         has_padding=has_padding,
     )  # fmt: skip
-    return _plan(call, shards, pairs_by_rank(call, shards), latency, bandwidth, flops_per_second)
+    return _plan(call, shards, latency, bandwidth, flops_per_second)
 
 
 @functools.lru_cache(maxsize=512)
 def fastest_exchange(call: Call, shards: Shards, backend: str) -> Exchange:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    return _plan(
-        call, shards, torch.zeros(shards.ranks, dtype=torch.int64, device="cpu"), *LINKS.get(backend, LINKS["nccl"])
-    ).best
+    return _plan(call, shards, *LINKS.get(backend, LINKS["nccl"])).best
 
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
@@ -255,8 +252,8 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     return Shards.of(tuple(lengths))
 
 
-def _plan(call: Call, shards: Shards, pairs: Tensor, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
-    lengths, tallies = [stop - start for start, stop in itertools.pairwise(shards.starts)], count(call, shards, pairs)
+def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
+    lengths, tallies = [stop - start for start, stop in itertools.pairwise(shards.starts)], count(call, shards)
     cost = functools.partial(_cost, call, tallies, latency, bandwidth, speed)
     exchanges = {name: cost(name, range(shards.ranks)) for name in tallies}
     keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize

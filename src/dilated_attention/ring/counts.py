@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import joined_spans, with_keys_here
-from dilated_attention.ring.alltoall import bundles_of, can_deal, segment_at
+from dilated_attention.ring.alltoall import can_deal, deal, offsets_of, rows_before, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
 from dilated_attention.shown import count_pairs, moved_to
@@ -28,14 +27,21 @@ from dilated_attention.shown import count_pairs, moved_to
 # one sample and one query head of each key/value head.
 Tally = Tensor  # (9, ranks)
 Pair = tuple[int, int]
-T = TypeVar("T", int, Tensor)
+# Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and for each rank
+# queries that see such rows; its own rows that others need, the most of one rank before and the most of one after; and
+# in an alltoall, rows that go to others and come from them, and pairs more than those of its own queries.
+Needs = tuple[Tensor, Tensor]
 
 
-def count(call: Call, shards: Shards, pairs: Tensor) -> dict[str, Tally]:
-    """``call``: of all tokens; ``pairs``: see `pairs_by_rank`."""
-    rows, queries, own = rows_needed(call, shards)
-    fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
-    blocks, sums = (call.samples * row_bytes(some) for some in (fields.blocks, fields.sums))
+def count(call: Call, shards: Shards) -> dict[str, Tally]:
+    """``call``: of all tokens."""
+    rows, (queries, own, dealt, taken, more) = rows_needed(call, shards)
+    pairs, fields = (
+        pairs_by_rank(call, shards),
+        Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding),
+    )
+    fields = fields._replace(rows=(*fields.rows[1:], *fields.inputs))  # without a gradient of lse
+    blocks, sums, inputs, results, inputs_again, gradients = (call.samples * row_bytes(some) for some in fields)
     totals = own * sums + queries * (sums // 2 * call.q_per_kv)  # dk and dv of rows that travel; dq of their readers
     place = torch.arange(shards.ranks, device="cpu")
     rank = place.unsqueeze(1)
@@ -44,66 +50,40 @@ def count(call: Call, shards: Shards, pairs: Tensor) -> dict[str, Tally]:
     for name, at_once in (("ring", 2), ("allgather", 1)):  # in a ring a step is in use, and the next on its way
         if name == "allgather":
             came, gone = came.sum(1, keepdim=True), gone.sum(1, keepdim=True)
-        hops, most = (came + gone > 0).sum(1), came.amax(1)
+        most = came.amax(1)
         held = at_once * (most * blocks + gone.amax(1) * sums), totals + at_once * most * sums
-        found[name] = _tally(gone.sum(1), came.sum(1), [(blocks, 0), (blocks, sums)], hops, 2 * hops, *held, pairs)
+        found[name] = _tally(gone, came, [(blocks, 0), (blocks, sums)], *held, pairs)
     if can_deal(call.pattern):
-        found["alltoall"] = _dealt(call, shards, fields, pairs)
+        ways = [(inputs, results), (inputs_again, gradients)]
+        held = torch.stack([taken * max(inputs, inputs_again), dealt * max(results, gradients)]).amax(0), 0 * taken
+        found["alltoall"] = _tally(dealt.unsqueeze(1), taken.unsqueeze(1), ways, *held, pairs + more)
     return found
 
 
-def _tally(gone: Tensor, came: Tensor, ways: list[Pair], hops: Tensor, hops_back: Tensor, *others: Tensor) -> Tally:
-    """``gone`` and ``came``: rows; ``ways``: the bytes of one there, and of its results back, in each pass."""
+def _tally(gone: Tensor, came: Tensor, ways: list[Pair], *others: Tensor) -> Tally:
+    """``gone`` and ``came``: (ranks, steps) rows; ``ways``: the bytes of one, and of its results, in each pass."""
+    hops, gone, came = (gone + came > 0).sum(1), gone.sum(1), came.sum(1)
     sent, received = ([x * there + y * back for there, back in ways] for x, y in ((gone, came), (came, gone)))
-    return torch.stack([hops, hops_back, *sent, *received, *others])
-
-
-def _dealt(call: Call, shards: Shards, fields: Travelling, pairs: Tensor) -> Tally:
-    """Ranks compute bundles of heads whole, instead of their own queries."""
-    columns = []
-    for rank in range(shards.ranks):
-        gone = came = more = 0  # rows, and pairs more than those of its own queries
-        for bundle in bundles_of(call, shards, rank):
-            whole, own, heads = bundle.block.queries, bundle.members[rank], bundle.block.heads
-            is_here, first = bundle.target == rank, (own.token - whole.token) // whole.row_step
-            gone += 0 if is_here else heads * own.rows
-            came += heads * (whole.rows - own.rows) if is_here else 0
-            before, after, every = (_seen(call, x, whole.rows) for x in (first, first + own.rows, whole.rows))
-            more += heads * (before - after + (every if is_here else 0))
-        columns.append((gone, came, more))
-    gone, came, more = torch.tensor(columns, device="cpu").T
-    there, back = (fields.inputs, (*fields.rows[1:], *fields.inputs)), (fields.results, fields.gradients)
-    ways = [(call.samples * row_bytes(x), call.samples * row_bytes(y)) for x, y in zip(there, back, strict=True)]
-    held = torch.stack([x * size for way in ways for x, size in zip((came, gone), way, strict=True)]).amax(0)
-    hops = 2 * (gone + came > 0)
-    return _tally(gone, came, ways, hops, hops, held, 0 * hops, pairs + more)
+    return torch.stack([*(hops * (1 + (back > 0)) for _, back in ways), *sent, *received, *others])
 
 
 # --- rows that queries need -----------------------------------------------------------------------------------------
 
 
-class Needs(NamedTuple):
-    """Of one sample: rows of all heads."""
-
-    rows: Tensor  # (reader, owner) of K, that each rank needs of each other one
-    queries: Tensor  # (ranks,) that see them
-    own: Tensor  # (ranks,) of K, that others need: the most of one rank before, and the most of one after
-
-
 def rows_needed(call: Call, shards: Shards) -> Needs:
     rows = torch.zeros(shards.ranks, shards.ranks, dtype=torch.int64, device="cpu")
-    queries, own = rows.new_zeros(2, shards.ranks)
+    numbers = rows.new_zeros(5, shards.ranks)
     for index in range(len(call.branches)):
         known: dict[Ints, Needs] = {}
         branch = segmented(call, index)
         for zone in shared_zones(shards, branch):
             ranks, cut = shards.cut(*zone)
             if cut not in known:
-                known[cut] = _in_segment(call, index, branch, cut) if branch else _in_sequence(call, index, cut)
+                known[cut] = _in_segment(call, index, cut) if branch else _in_sequence(call, index, cut)
             here = slice(ranks.start, ranks.stop)
-            for x, part in zip((rows[here, here], queries[here], own[here]), known[cut], strict=True):
+            for x, part in zip((rows[here, here], numbers[:, here]), known[cut], strict=True):
                 x += part
-    return Needs(rows, queries, own)
+    return rows, numbers
 
 
 def segmented(call: Call, index: int) -> Dilated | None:
@@ -112,44 +92,38 @@ def segmented(call: Call, index: int) -> Dilated | None:
     return branch if call.pattern.counts == "sum" and isinstance(branch, Dilated) else None
 
 
-def shared_zones(shards: Shards, branch: Dilated | None) -> list[Pair]:
+def shared_zones(shards: Shards, branch: Dilated | None) -> set[Pair]:
     """The sequences, or the segments of the branch, that lie on several ranks: nothing outside of one is seen."""
     inner = {border for border in shards.starts if 0 < border < shards.tokens}
-    zones = {segment_at(shards, x, branch.length) if branch else shards.sequence(x) for x in inner}
-    return sorted(zone for zone in zones if len(shards.holders(*zone)) > 1)
+    zones = ((x, segment_at(shards, x, branch.length) if branch else shards.sequence(x)) for x in inner)
+    return {zone for border, zone in zones if zone[0] < border}
 
 
-def _in_segment(call: Call, index: int, branch: Dilated, cut: Ints) -> Needs:
+def _in_segment(call: Call, index: int, cut: Ints) -> Needs:
     """A segment that is cut at these tokens: all that hold rows of it, or when causal all before, are needed."""
-    offsets, times = _offsets(call, index, branch)
-    rows = times * _before(torch.tensor(cut, device="cpu"), offsets, branch.rate).diff()  # (kinds of heads, ranks)
+    rows, targets = deal(call, index, cut)
     holds, others = (rows > 0).long(), torch.ones(len(cut) - 1, len(cut) - 1, dtype=torch.int64, device="cpu")
     others = others.tril(-1) if call.is_causal else others.fill_diagonal_(0)
-    queries, own = (((holds @ x > 0) * rows).sum(0) for x in (others.T, others))
-    return Needs(others * (holds.T @ rows), queries, own)
-
-
-def _offsets(call: Call, index: int, branch: Dilated) -> tuple[Tensor, ...]:
-    """Where the rows of each kind of heads begin, and of how many heads, (kinds, 1)."""
-    kinds = [(branch.offset_of(head), times) for head, times in kinds_of_heads(call, index)]
-    return torch.tensor(kinds, dtype=torch.int64, device="cpu").view(-1, 2, 1).unbind(1)
+    seeing = [((holds @ x > 0) * rows).sum(0) for x in (others.T, others)]
+    whole, after, is_here = rows.sum(1, keepdim=True), rows.cumsum(1), torch.zeros_like(rows)
+    for head, target in targets.items():
+        is_here[head, target] = 1
+    more = _seen(call, after - rows, whole) - _seen(call, after, whole) + is_here * _seen(call, whole, whole)
+    dealt = [x.sum(0) for x in (rows * (1 - is_here), (whole - rows) * is_here, more)]
+    return others * (holds.T @ rows), torch.stack([*seeing, *dealt])
 
 
 def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
     starts = torch.tensor(cut, device="cpu")
-    rows, queries = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(len(cut) - 1)
+    rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(5, len(cut) - 1)
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
-        _, queries[reader], lanes = _of_queries(call, index, first, stop, cut[-1])
+        _, numbers[0, reader], lanes = _of_queries(call, index, first, stop, cut[-1])
         if lanes:
             start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
-            rows[reader] = (times * _before(starts, start, step).minimum(length).diff()).sum(0)
-    return Needs(rows, queries, rows.tril().amax(0) + rows.triu().amax(0))
-
-
-def _before(tokens: Tensor, start: Tensor | int, step: Tensor | int) -> Tensor:
-    """How many of start, start + step, ... come before each token."""
-    return (-((start - tokens) // step)).clamp(min=0)
+            rows[reader] = (times * rows_before(starts, start, step).minimum(length).diff()).sum(0)
+    numbers[1] = rows.tril().amax(0) + rows.triu().amax(0)
+    return rows, numbers
 
 
 # Of some queries in a branch: pairs, queries that see keys before or after all of them, and those keys, each once:
@@ -214,13 +188,13 @@ def _pairs(call: Call, index: int, cut: Ints) -> Tensor:
     if branch is None:
         each = [_of_queries(call, index, *some, cut[-1])[0] for some in itertools.pairwise(cut)]
         return torch.tensor(each, dtype=torch.int64, device="cpu")
-    (offsets, times), width = _offsets(call, index, branch), branch.length
-    whole, rest = tokens // width, tokens % width
-    length = (cut[-1] - whole * width).clamp(max=width)  # of the segment that each token is in
-    full, earlier, every = (_before(x, offsets, branch.rate) for x in (torch.full_like(tokens, width), rest, length))
-    return (times * (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff()).sum(0)
+    whole, rest = tokens // branch.length, tokens % branch.length
+    length = (cut[-1] - whole * branch.length).clamp(max=branch.length)  # of the segment that each token is in
+    full = torch.full_like(tokens, branch.length)
+    full, earlier, every = (rows_before(x, offsets_of(call, index), branch.rate) for x in (full, rest, length))
+    return (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff().sum(0)
 
 
-def _seen(call: Call, rows: T, every: T) -> T:
+def _seen(call: Call, rows: Tensor, every: Tensor) -> Tensor:
     """The pairs of the first rows of a segment, and all of its rows as keys."""
     return rows * (rows + 1) // 2 if call.is_causal else rows * every
