@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from itertools import product
+from itertools import groupby, product, starmap, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,36 +109,37 @@ class Setting(NamedTuple):
         """As `dispatch` names a kernel or a direction of this setting."""
         return dispatch.key(kernel, *self)
 
+    @property
+    def shape(self) -> Shape:
+        if self.form == "apart thin":
+            return THIN
+        shape = SLIDES if self.form == "apart" and self.size <= 64 else SHAPES[self.size]
+        if self.form == "nested" and (self.causal or self.size < 64):
+            # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
+            return shape._replace(lengths=SHAPES[64].lengths, rates=SHAPES[64].rates)
+        return shape
+
     def tokens(self) -> int:
-        return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
+        return SHORT_TOKENS if self.short else self.shape.tokens
+
+    def heads(self) -> int:
+        return SHORT_HEADS if self.short else self.shape.heads
 
     def pattern(self, tokens: int, scale: int, one_launch: bool = False) -> Pattern:
         """The branches that such a length has room for; made smaller, two of them.
 
         ``one_launch``: with heads divided among branches that otherwise have a launch each.
         """
-        length = max(SHAPES[self.size].lengths[0] // scale, 256)
+        length = max(self.shape.lengths[0] // scale, 256)
         if self.form == "band":  # with as many pairs as segments of twice its width, when causal
             return Pattern([Window(length // 2 - 1)])
         if self.form == "dense":  # segments as long as the shortest of the others
             return DilatedPattern.head_groups([length], [1])
-        nested = self.form == "nested"
-        # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
-        shape = SHAPES[64 if nested and (self.causal or self.size < 64) else self.size]
-        shape = SLIDES if self.form == "apart" and self.size <= 64 else shape
-        shape = THIN if self.form == "apart thin" else shape
         rule = "head_groups" if one_launch and self.form == "apart" else RULES[self.form]
-        branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
+        branches = [(w, r) for w, r in zip(self.shape.lengths, self.shape.rates, strict=True) if w <= tokens]
         if scale > 1:
             branches = [(max(w // scale, 256), r) for w, r in branches[:2]]
         return DilatedPattern(rule, *zip(*branches, strict=True))
-
-    def heads(self) -> int:
-        if self.form == "apart" and self.size <= 64:
-            return SLIDES.heads
-        if self.form == "apart thin":
-            return THIN.heads
-        return SHORT_HEADS if self.short else SHAPES[self.size].heads
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
         """q, k, v and dout."""
@@ -158,63 +161,45 @@ class Setting(NamedTuple):
 # --- one kernel -------------------------------------------------------------------------------------------------
 
 
-class Problem(NamedTuple):
+class Problem:
     """The tensors of one setting, with room for the results of every kernel."""
 
-    call: Call
-    inputs: tuple[Tensor, ...]
-    out: Tensor
-    lse: Tensor
-    stats: Tensor
-    results: dict[str, Tensor]
-
-    @staticmethod
-    def make(setting: Setting, tokens: int, place: Place) -> Problem:
-        q, k, v, dout = inputs = setting.inputs(tokens, place)
+    def __init__(self, setting: Setting, tokens: int, place: Place) -> None:
+        q, k, v, dout = self.inputs = setting.inputs(tokens, place)
         with torch.no_grad():
             out, lse = setting.attention(tokens, place, "sdpa", one_launch=True)(q, k, v)
         slope = (out.float() * dout.float()).sum(-1)
         stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
         pattern = setting.pattern(tokens, place.scale, one_launch=True)
-        call = Call(pattern, setting.causal, backend="triton").of(q, k, None, 0)
+        self.call = Call(pattern, setting.causal, backend="triton").of(q, k, None, 0)
         like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
-        results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
-        return Problem(call, inputs, out, lse, stats, results)
+        found = self.results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
+        self.tensors = {
+            "forward": (q, k, v, found["out"], found["lse"], q, q, q),
+            "dq": (q, k, v, dout, out, lse, q, found["dq"], found["stats"], q, q),
+            "dkdv": (q, k, v, dout, stats, found["dk"], found["dv"], q, q),
+        }
 
     def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
         from dilated_attention.backends.triton import launch, strips
 
-        q, k, v, dout = self.inputs
-        found = self.results
-        (todo,) = strips.launches(self.call, kernel)
-        tensors = {
-            "forward": (q, k, v, found["out"], found["lse"], q, q, q),
-            "dq": (q, k, v, dout, self.out, self.lse, q, found["dq"], found["stats"], q, q),
-            "dkdv": (q, k, v, dout, self.stats, found["dk"], found["dv"], q, q),
-        }[kernel]
+        (todo,), tensors = strips.launches(self.call, kernel), self.tensors[kernel]
         strides = tuple(x.stride() for x in tensors[: 3 if kernel == "forward" else 4])
-        made = launch.prepare(kernel, self.call, strides, todo, config, q.dtype)
+        made = launch.prepare(kernel, self.call, strides, todo, config, tensors[0].dtype)
 
         def start() -> dict[str, Tensor]:
             made(*tensors)
-            return {name: found[name] for name in RESULTS[kernel]}
+            return {name: self.results[name] for name in RESULTS[kernel]}
 
         return start
-
-
-class Job(NamedTuple):
-    place: Place
-    setting: Setting
-    kernel: str
-    config: TileConfig
 
 
 @functools.lru_cache(maxsize=1)
 def expected(setting: Setting, place: Place) -> tuple[Problem, Results, dict[str, float]]:
     """A short problem, its results in higher precision, and how far off a kernel may be by the rule of `testing`."""
     tokens = min(CHECK_TOKENS, setting.tokens())
-    problem = Problem.make(setting, tokens, place)
+    problem = Problem(setting, tokens, place)
     *qkv, dout = problem.inputs
     attention = setting.attention(tokens, place, "sdpa", one_launch=True)
     higher = torch.float64 if place.dtype is torch.float32 else torch.float32
@@ -222,15 +207,15 @@ def expected(setting: Setting, place: Place) -> tuple[Problem, Results, dict[str
     return problem, exact, limits(exact, results_of(attention, tuple(qkv), dout), place.dtype)
 
 
-def check(job: Job) -> str | None:
+def check(setting: Setting, place: Place, kernel: str, config: TileConfig) -> str | None:
     """Why a candidate is no good; None if it is."""
     from triton.errors import TritonError
 
-    problem, exact, allowed = expected(job.setting, job.place)
+    problem, exact, allowed = expected(setting, place)
     for x in problem.results.values():
         x.fill_(torch.nan)  # what was not written is wrong
     try:
-        found = problem.launch(job.kernel, job.config)()
+        found = problem.launch(kernel, config)()
         errors = {name: error(x, getattr(exact, name)) for name, x in found.items()}
     except (TritonError, RuntimeError) as problem_of_it:  # too much shared memory, or the compiler gives up
         return f"fails: {type(problem_of_it).__name__}: {' '.join(str(problem_of_it).split())[:160]}"
@@ -261,19 +246,17 @@ def candidates(kernel: str, size: int) -> list[TileConfig]:
 def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds: float) -> dict[str, float]:
     """Milliseconds of both backends, each alone, through the public function; one out of memory has none."""
     *qkv, dout = setting.inputs(tokens, place)
-    calls: dict[str, run.Call] = {}
+    found = {}
     for backend in ("triton", "sdpa"):
         attention = setting.attention(tokens, place, backend)
         try:
             call = run.forward(lambda *x, f=attention: f(*x)[0], qkv)
             if direction == "backward":
                 call = backward(attention, qkv, dout)
-            call()
+            found |= place.time({backend: call}, seconds)
         except torch.OutOfMemoryError:
             print(f"  {backend} runs out of memory at {tokens} tokens", flush=True)
-            continue
-        calls[backend] = call
-    return {backend: place.time({backend: call}, seconds)[backend] for backend, call in calls.items()}
+    return found
 
 
 def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], dout: Tensor) -> run.Call:
@@ -288,31 +271,22 @@ def library_from(times: dict[int, dict[str, float]]) -> int | None:
 
     Where both are as fast, ours are taken: they need no workspace, and repeat every bit.
     """
-    first = None
-    for rows in sorted(times, reverse=True):
-        ours, library = (times[rows].get(name, float("inf")) for name in ("triton", "sdpa"))
-        if ours <= EQUAL * library:
-            break
-        first = rows
-    return first
+
+    def is_faster(rows: int) -> bool:
+        ours, library = (times[rows].get(name, math.inf) for name in ("triton", "sdpa"))
+        return ours > EQUAL * library
+
+    return min(takewhile(is_faster, sorted(times, reverse=True)), default=None)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------
 
 
-def merge(into: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The measurements of both, by device; where both have one, the second's. Runs that nothing is left of go."""
-    merged: dict[str, Any] = json.loads(json.dumps(into))
-    for device, entry in found.items():
-        mine = merged.setdefault(device, {})
-        for part in PARTS:
-            mine.setdefault(part, {}).update(entry.get(part, {}))
-        about, new = mine.setdefault("measured", {}), entry.get("measured", {})
-        for part in ("runs", *PARTS):
-            about.setdefault(part, {}).update(new.get(part, {}))
-        used = {record["run"] for part in PARTS for record in about[part].values()}
-        about["runs"] = {date: one for date, one in about["runs"].items() if date in used}
-    return merged
+def merge(into: Any, found: Any) -> Any:
+    """What both hold, records and values by their names; where both have one, the second's."""
+    if not isinstance(into, dict) or not isinstance(found, dict) or "run" in found:
+        return found
+    return into | {name: merge(into.get(name), x) for name, x in found.items()}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -320,7 +294,11 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, results: dict[str, Any]) -> None:
-    """A line for each key."""
+    """A line for each key. Runs that nothing is left of go."""
+    for entry in results.values():
+        about = entry["measured"]
+        used = {record["run"] for part in PARTS for record in about.get(part, {}).values()}
+        about["runs"] = {date: one for date, one in about["runs"].items() if date in used}
     charts.write(file, f"{as_text(results)}\n".encode())
 
 
@@ -362,48 +340,43 @@ class Tuning:
 
     def tiles(self, jobs: int) -> int:
         """The fastest tile of every kernel and setting asked for; how many these were."""
-        asked = {setting: [k for k in KERNELS if self.wants("tiles", setting.key(k))] for setting in self.settings}
+        asked = [(x, k) for x in self.settings for k in KERNELS if self.wants("tiles", x.key(k))]
         with ExitStack() as stack:
-            apply: Callable[[Callable[[Job], str | None], list[Job]], Iterable[str | None]] = map
-            if jobs > 1 and any(asked.values()):
-                apply = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs)).map
-            for setting, kernels in asked.items():
-                tried = [Job(self.place, setting, k, c) for k in kernels for c in candidates(k, setting.size)]
-                reasons = dict(zip(tried, apply(check, tried), strict=True))
-                if kernels:
-                    self.time(setting, reasons)
-        return sum(len(kernels) for kernels in asked.values())
+            apply: Callable[..., Iterable[str | None]] = starmap
+            if jobs > 1 and asked:
+                apply = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs)).starmap
+            for setting, some in groupby(asked, key=itemgetter(0)):
+                tried = [(setting, self.place, k, c) for _, k in some for c in candidates(k, setting.size)]
+                found, problem = [*apply(check, tried)], Problem(setting, setting.tokens(), self.place)
+                for kernel in dict.fromkeys(kernel for *_, kernel, _ in tried):
+                    why = {tile: why for (*_, k, tile), why in zip(tried, found, strict=True) if k == kernel}
+                    self.time(problem, setting.key(kernel), kernel, why)
+        return len(asked)
 
-    def time(self, setting: Setting, reasons: dict[Job, str | None]) -> None:
-        problem = Problem.make(setting, setting.tokens(), self.place)
-        for kernel in dict.fromkeys(job.kernel for job in reasons):
-            key, mine = setting.key(kernel), {job: why for job, why in reasons.items() if job.kernel == kernel}
-            for job, why in mine.items():
-                if why:
-                    print(f"  {key} {job.config.numbers()} {why}", flush=True)
-            right = [job.config for job, why in mine.items() if not why]
-            if not right:
-                self.failed.append(key)
-                print(f"{key}: no candidate is right; nothing is written", flush=True)
-                continue
-            calls: dict[Any, run.Call] = {c: problem.launch(kernel, c) for c in right}
-            in_turn, alone = race(calls, functools.partial(self.place.time, seconds=self.seconds))
-            best = next(iter(alone))
-            self.add("tiles", key, list(best.numbers()), round(alone[best], 4))
-            told = [", ".join(f"{c.numbers()} {ms:.3f}" for c, ms in found.items()) for found in (alone, in_turn)]
-            print(f"{key}, ms: {told[0]}; in turn: {told[1]}", flush=True)
+    def time(self, problem: Problem, key: str, kernel: str, reasons: dict[TileConfig, str | None]) -> None:
+        for tile, why in reasons.items():
+            if why:
+                print(f"  {key} {tile.numbers()} {why}", flush=True)
+        calls: dict[Any, run.Call] = {tile: problem.launch(kernel, tile) for tile, why in reasons.items() if not why}
+        if not calls:
+            self.failed.append(key)
+            print(f"{key}: no candidate is right; nothing is written", flush=True)
+            return
+        in_turn, alone = race(calls, functools.partial(self.place.time, seconds=self.seconds))
+        best = next(iter(alone))
+        self.add("tiles", key, list(best.numbers()), round(alone[best], 4))
+        told = [", ".join(f"{tile.numbers()} {ms:.3f}" for tile, ms in found.items()) for found in (alone, in_turn)]
+        print(f"{key}, ms: {told[0]}; in turn: {told[1]}", flush=True)
 
     def libraries(self) -> int:
         """From how many rows on the library is faster, for every direction and setting asked for."""
-        asked = [(setting, way) for setting, way in product(self.library, DIRECTIONS)
-                 if self.wants("library", setting.key(way))]  # fmt: skip
+        asked = [(x, way) for x, way in product(self.library, DIRECTIONS) if self.wants("library", x.key(way))]
         self.use_tiles()
         for setting, way in asked:
-            times: dict[int, dict[str, float]] = {}
-            for tokens in LENGTHS:
-                times[tokens * setting.heads()] = compare(setting, way, tokens, self.place, self.seconds)
-            ms = {str(rows): {k: round(x, 4) for k, x in both.items()} for rows, both in times.items() if both}
-            first = library_from({rows: both for rows, both in times.items() if both})
+            found = {n * setting.heads(): compare(setting, way, n, self.place, self.seconds) for n in LENGTHS}
+            times = {rows: both for rows, both in found.items() if both}
+            ms = {str(rows): {k: round(x, 4) for k, x in both.items()} for rows, both in times.items()}
+            first = library_from(times)
             self.add("library_from", setting.key(way), first, ms)
             told = "never" if first is None else f"from {first} rows"
             print(f"library {setting.key(way)}: {told}; ms {ms}", flush=True)

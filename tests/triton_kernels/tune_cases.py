@@ -37,7 +37,7 @@ def test_all_kernels_are_right_in_every_setting(tune: ModuleType, words: str) ->
     setting = tune.Setting(64, "causal" in words, "nested" if "nested" in words else "", short=True)
     for kernel in tune.KERNELS:
         assert setting.key(kernel) == f"{kernel} 64{words} short"
-        assert tune.check(tune.Job(tune.Place("cpu", 32768), setting, kernel, TileConfig(*GOOD))) is None
+        assert tune.check(setting, tune.Place("cpu", 32768), kernel, TileConfig(*GOOD)) is None
 
 
 def test_in_pieces_into_one_file(tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
