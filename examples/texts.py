@@ -12,21 +12,19 @@ import torch
 from torch import Tensor
 
 from dilated_attention.models.generate import BEGIN
+from dilated_attention.models.scoring import SUFFIXES, files
 
 BYTES = BEGIN + 1  # tokens that bytes need
 PIECE = 64  # tokens of the pieces that the first rows of a training may be joined of
 
 
-def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
+def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> list[bytes]:
     """The contents of files, and of all files with these suffixes in folders, in the order of their names."""
     texts = []
-    for path in paths:
-        inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        for file in inside if path.is_dir() else [path]:
-            texts.append(file.read_bytes())
-            if b"\0" in texts[-1]:
-                raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
-    texts = [text for text in texts if text]
+    for file in files(paths, suffixes):
+        if b"\0" in (text := file.read_bytes()):
+            raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
+        texts += [text] if text else []
     if len(texts) < 2:
         names = ", ".join(map(str, paths))
         raise ValueError(f"at least two files with text are needed, as one is held out, got {len(texts)} in {names}")

@@ -15,8 +15,8 @@ import contextlib
 import math
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,67 +31,55 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import Checkpoints, Log, together
 
 import dilated_attention as da
-from dilated_attention.cli.options import branches
+from dilated_attention.cli.options import branches, count, flag, index, number, option
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted, weights
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 from dilated_attention.show import charts
 
 ANSWER = 20.0  # the weight of an answer: there are few, and the rest of a text says little of what is far
-
-
-def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """Reads a number, and refuses a smaller one: it would fail later, or train without end."""
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if least <= kind(text) <= sys.maxsize:  # false for NaN, too
-                return kind(text)
-        wanted = "whole" if kind is int else "finite"
-        raise argparse.ArgumentTypeError(f"give a {wanted} number of {least} or more, got {text!r}")
-
-    return read
+OPTIONS = (
+    option("text", "FILE", "files, or folders whose files are read", Path, nargs="+"),
+    option("--suffix", "ENDING", "of files in folders", default=[".txt", ".md", ".py"], nargs="+"),
+    option("--out", "FOLDER", "for checkpoints, log.jsonl and loss.svg", Path, required=True),
+    option("--tokenizer", "NAME", "a Hugging Face tokenizer, by name or folder; bytes by default"),
+    option("--from", "FILE", "a checkpoint to begin with: its model and its pattern", Path, dest="start"),
+    option("--size", None, "of the model, instead of the next three", choices=list(SIZES)),
+    option("--dim", "CHANNELS", "the width of the model", count, 128),
+    option("--depth", "LAYERS", "how many there are", count, 2),
+    option("--heads", "HEADS", "of each layer", count, 4),
+    option("--segments", "TOKENS", "lengths; by default as suggested for --tokens", count, nargs="+"),
+    option("--rates", "RATE", "dilation rates, one per segment length", count, nargs="+"),
+    option("--pattern", "BRANCHES", "one for all layers or one for each, instead of the last two, such as "
+           "'Window(63), Strided(8)'", branches, nargs="+"),
+    option("--tokens", "TOKENS", "the length of a row", partial(count, least=2), 512),
+    option("--rows", "ROWS", "in a step", count, 4),
+    option("--steps", "STEPS", "in all; give more, and a training goes on", count, 450),
+    option("--sequence", "RANKS", "that share a row", count, 1),
+    option("--lr", "RATE", "the highest learning rate", number, 6e-3),
+    option("--warmup", "STEPS", "in which it rises", index, 30),
+    option("--short", "STEPS", f"at first, with rows of pieces of {PIECE} tokens: what is near is learned sooner",
+           count),
+    option("--ask", "TEXT", "bytes that ask: what follows one weighs more, and is counted"),
+    option("--seed", "N", "of weights, order and samples", int, 0),
+    option("--save-every", "STEPS", "between two checkpoints", count, 200),
+    option("--evaluate", "TOKENS", "lengths of held-out rows; --tokens, if that fits", partial(count, least=2),
+           nargs="+"),
+    option("--device", None, "cuda if any", default="cuda" if torch.cuda.is_available() else "cpu",
+           choices=["cpu", "cuda"]),
+    flag("--float32", "also on CUDA, instead of bfloat16 with float32 weights"),
+    flag("--checkpointing", "compute blocks again in the backward pass"),
+    flag("--plot", "draw loss.svg; needs the extra bench"),
+    option("--sample", "TOKENS", "of a text that is written at the end", index, 0),
+    option("--prompt", "TEXT", "what it goes on from; by default how a training text begins"),
+)  # fmt: skip
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.")
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # in one line
-
-    def number(name: str, unit: str, default: Any, text: str, least: int = 1, kind: Any = int, **more: Any) -> None:
-        read, text = at_least(least, kind), text if default is None else f"{text} (default: {default})"
-        parser.add_argument(f"--{name}", type=read, default=default, metavar=unit, help=text, **more)
-
-    parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
-    parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders: %(default)s")
-    parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
-    parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
-    parser.add_argument("--from", dest="start", type=Path, help="a checkpoint to begin with: its model and its pattern")
-    parser.add_argument("--size", choices=list(SIZES), help="of the model, instead of the next three")
-    number("dim", "CHANNELS", 128, "the width of the model")
-    number("depth", "LAYERS", 2, "how many there are")
-    number("heads", "HEADS", 4, "of each layer")
-    number("segments", "TOKENS", None, "lengths; by default as suggested for --tokens", nargs="+")
-    number("rates", "RATE", None, "dilation rates, one per segment length", nargs="+")
-    several = "one for all layers or one for each, instead of the last two, such as 'Window(63), Strided(8)'"
-    parser.add_argument("--pattern", nargs="+", type=branches, metavar="BRANCHES", help=several)
-    number("tokens", "TOKENS", 512, "the length of a row", least=2)
-    number("rows", "ROWS", 4, "in a step")
-    number("steps", "STEPS", 450, "in all; give more, and a training goes on")
-    number("sequence", "RANKS", 1, "that share a row")
-    number("lr", "RATE", 6e-3, "the highest learning rate", least=0, kind=float)
-    number("warmup", "STEPS", 30, "in which it rises", least=0)
-    number("short", "STEPS", None, f"at first, with rows of pieces of {PIECE} tokens: what is near is learned sooner")
-    parser.add_argument("--ask", metavar="TEXT", help="bytes that ask: what follows one weighs more, and is counted")
-    number("seed", "N", 0, "of weights, order and samples", least=-sys.maxsize)
-    number("save-every", "STEPS", 200, "between two checkpoints")
-    number("evaluate", "TOKENS", None, "lengths of held-out rows; --tokens, if that fits", least=2, nargs="+")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu", help="cuda if any")
-    parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")
-    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
-    parser.add_argument("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
-    number("sample", "TOKENS", 0, "of a text that is written at the end", least=0)
-    parser.add_argument("--prompt", metavar="TEXT", help="what it goes on from; by default how a training text begins")
+    for names, how in OPTIONS:
+        parser.add_argument(*names, **how)
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
@@ -102,6 +90,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     model = ("size", "dim", "depth", "heads", "segments", "pattern")
     if options.start and any(getattr(options, name) != parser.get_default(name) for name in model):
         parser.error(f"--from names a whole model: leave out --{', --'.join(model)}")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not LOCAL_RANK: all ranks of a machine must say the same
     if options.device == "cuda" and there < needed:
         parser.error(f"--device cuda needs a GPU per rank, {needed} here, and torch sees {there}: give --device cpu")
@@ -162,9 +151,9 @@ class Trainer:
         """The loss of a step, averaged over its rows; gradients are those of one device."""
         first, total = self.step * self.options.rows, torch.zeros((), device=self.options.device)
         mine = range(first + self.mesh["data"].get_local_rank(), first + self.options.rows, self.mesh["data"].size())
-        for index in mine:
-            self.model.set_requires_gradient_sync(index == mine[-1])
-            losses, counted, answers = self.losses(*rows[index])
+        for row in mine:
+            self.model.set_requires_gradient_sync(row == mine[-1])
+            losses, counted, answers = self.losses(*rows[row])
             if self.options.ask:  # the loss itself stays what it is
                 losses.register_hook(torch.where(answers, ANSWER, 1.0).mul)
             loss = da.global_mean_for_ddp(losses, self.group, counted) / len(mine)
@@ -198,17 +187,6 @@ class Trainer:
         dist.all_reduce(sums)
         return float(sums[0] / sums[1] / math.log(2)), float(sums[2] / sums[3])
 
-    def sample(self, prompt: Tensor, count: int) -> list[int]:
-        """The prompt, and what the model makes of it on the first rank; every rank calls this."""
-        weights = self.state()["model"]
-        if dist.get_rank() or not count:
-            return []
-        plain = LongNetLM(self.config)
-        plain.load_state_dict(weights)
-        drawn = torch.Generator().manual_seed(self.options.seed)
-        written = plain.generate_tokens([prompt], count, temperature=0.8, generator=drawn)
-        return [*prompt.tolist(), *written[0].tolist()]
-
 
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     """Train to the end; False: SIGTERM came, and all is saved."""
@@ -231,6 +209,15 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
         return trainer.done() >= 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def sample(options: argparse.Namespace, prompt: Tensor) -> list[int]:
+    """The prompt, and what the model makes of it; nothing if it is not to write."""
+    if not options.sample:
+        return []
+    drawn, model = torch.Generator().manual_seed(options.seed), LongNetLM.from_checkpoint(options.out)
+    written = model.generate_tokens([prompt], options.sample, temperature=0.8, generator=drawn)
+    return [*prompt.tolist(), *written[0].tolist()]
 
 
 def train(options: argparse.Namespace) -> None:
@@ -277,7 +264,6 @@ def train(options: argparse.Namespace) -> None:
     judged = {length: trainer.judged(part) for length, part in by_length.items()}
     found = {f"bits_per_byte_{length}": bits * per_byte for length, (bits, _) in judged.items()}
     found |= {f"answers_known_{length}": known for length, (_, known) in judged.items() if options.ask}
-    ids = trainer.sample((prompts or [documents[0][:64]])[0], options.sample)
     if log.speaks:
         log.add(trainer.step, **found)
         scored = max(part.tokens * part.count for part in by_length.values()) / per_byte  # bytes, by the model
@@ -286,6 +272,7 @@ def train(options: argparse.Namespace) -> None:
         for length, (bits, known) in judged.items():
             print(f"{length:16,} {bits * per_byte:15.3f}", f"{known:15.0%}" if options.ask else "")
         print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
+        ids = sample(options, (prompts or [documents[0][:64]])[0])
         print(tokenizer.decode(ids) if tokenizer else bytes(x for x in ids if x < BEGIN).decode(errors="replace"))
         if options.plot:
             levels = {f"Witten-Bell, order {n}": x for n, x in orders.items()}

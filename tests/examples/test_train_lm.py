@@ -287,10 +287,10 @@ def test_other_texts_are_another_training(tmp_path: Path) -> None:
     assert told.endswith("; use the old values, or another folder")
 
 
-WHOLE = "argument --{}: give a whole number of {} or more, got '{}'"
+WHOLE = "argument --{0}: '{2}' is not a whole number of {1} or more, such as "
 BAD = {
     "--segments 8": "--segments and --rates belong together", "--segments 8 --rates 0": WHOLE.format("rates", 1, 0),
-    "--lr nan": "argument --lr: give a finite number of 0 or more, got 'nan'",
+    "--lr nan": "argument --lr: 'nan' is not a number of 0 or more",
     "--device cuda": "--device cuda needs a GPU per rank, 1 here, and torch sees 0",
     "--from x --heads 2": "--from names a whole model: leave out --size, --dim",
     "--from x --pattern Dense()": "--from names a whole model: leave out --size, --dim",
@@ -375,7 +375,7 @@ def test_a_sample_goes_on_from_a_prompt(tmp_path: Path, capfd: pytest.CaptureFix
     with pytest.raises(SystemExit, match="0"):
         train_lm.arguments(["--help"])
     told = " ".join(capfd.readouterr().out.split())
-    assert "--steps STEPS in all; give more, and a training goes on (default: 450)" in told
+    assert "--steps STEPS in all; give more, and a training goes on [default: 450]" in told
 
 
 def answering(arguments: list[str]) -> None:

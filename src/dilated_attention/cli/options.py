@@ -89,7 +89,7 @@ speed = partial(  # operations per second; fewer than a million are a slip: a un
 )  # fmt: skip
 
 seconds = partial(_read, factors={"": 1}, unit="()", what="seconds, more than 0", least=1e-9)
-temperature = partial(_read, factors={"": 1}, unit="()", what="a number of 0 or more", least=0)
+number = partial(_read, factors={"": 1}, unit="()", what="a number of 0 or more", least=0)
 
 
 def bandwidth(text: str) -> float:

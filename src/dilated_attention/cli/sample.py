@@ -20,7 +20,7 @@ OPTIONS = (
     option("--prompt", "TEXT", "The beginning of the text.  [default: none, it begins anew]"),
     option("--max-new-tokens", "N", "How many tokens follow at most.", options.count, 200),
     option("--temperature", "T", "0 takes the likeliest token; a larger number draws more freely.",
-           options.temperature, 0.8),
+           options.number, 0.8),
     option("--seed", "N", "Another number draws another text.", options.index, 0),
     option("--tokenizer", "NAME", "The one of the training, if it had one: a name or a folder."),
     options.DEVICE, options.JSON,

@@ -18,10 +18,17 @@ LONGEST = 8  # bytes of a token, nearly always
 NEAR = 64  # tokens at the beginning that are counted together
 
 
+def files(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
+    """The files, and all files in the folders whose names end so, in the order of their names."""
+    found = []
+    for path in paths:
+        inside = sorted(x for x in path.rglob("*") if x.suffix in suffixes and x.is_file())
+        found += inside if path.is_dir() else [path]
+    return found
+
+
 def read(paths: Sequence[Path]) -> bytes:
-    """The text of files, and of all files in folders whose names end in SUFFIXES."""
-    inside = [sorted(x for x in path.rglob("*") if x.suffix in SUFFIXES) if path.is_dir() else [path] for path in paths]
-    return b"\n".join(file.read_bytes() for file in itertools.chain(*inside))
+    return b"\n".join(file.read_bytes() for file in files(paths))
 
 
 def pieces(text: bytes, n: int, most: int, width: int) -> list[bytes]:
