@@ -70,9 +70,7 @@ class Decoder:
 
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
-        for kept in {
-            kept.pattern: kept for layer in self.kept for kept in layer
-        }.values():  # once for all layers that are alike
+        for kept in {kept.pattern: kept for kept in self.every}.values():  # once for all layers that are alike
             self.slots[kept.pattern] = kept.slots(self.at)
         logits = self.model.head(self.states(self.token)[:, -1])
         self.at += 1
@@ -85,8 +83,7 @@ class Decoder:
             with torch.cuda.graph(self.graph):
                 self.step()  # nothing runs yet
         self.token.copy_(token)
-        run = self.step if self.graph is None else self.graph.replay
-        run()
+        (self.step if self.graph is None else self.graph.replay)()
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ def files(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> list[Pat
     """The files, and all files in the folders whose names end so, in the order of their names."""
     found = []
     for path in paths:
-        inside = sorted(x for x in path.rglob("*") if x.suffix in suffixes and x.is_file())
-        found += inside if path.is_dir() else [path]
+        found += sorted(x for x in path.rglob("*") if x.suffix in suffixes and x.is_file()) if path.is_dir() else [path]
     return found
 
 
