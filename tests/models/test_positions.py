@@ -77,7 +77,7 @@ def test_attributes_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("tiles", "coords", "mask", "said"),
     [
-        ((1, 4, 7), (1, 4, 2), None, "features of another encoder"),
+        ((1, 4, 7), (1, 4, 2), None, "those of another encoder"),
         ((2, 4, 6), (1, 4, 2), None, "coords must be"),
         ((1, 0, 6), (1, 0, 2), None, "no tiles"),
         ((1, 4, 6), (1, 4, 2), torch.ones(1, 4, dtype=torch.bool), "no tiles"),

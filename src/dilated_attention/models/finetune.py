@@ -28,8 +28,7 @@ def parameter_groups(
     encoders = [part for part in module.modules() if isinstance(part, SlideEncoder)]
     if len(encoders) != 1:
         raise ValueError(f"the module must have one SlideEncoder in it, got {len(encoders)} in {type(module).__name__}")
-    (encoder,) = encoders
-    parts = [encoder.cls_token], *(layer.parameters() for layer in encoder.encoder.layers)
+    parts = [encoders[0].cls_token], *(layer.parameters() for layer in encoders[0].encoder.layers)
     depths = {parameter: depth for depth, part in enumerate(parts) for parameter in part}
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():

@@ -96,7 +96,7 @@ def joined(options: Sequence[Option]) -> Pattern:
 
 def share_of(pattern: Pattern, n: int, kv_heads: int) -> float:
     """Its pairs as a share of dense attention's."""
-    return pattern.pairs(n, kv_heads, is_causal=True) / (kv_heads * n * (n + 1) // 2)
+    return pattern.pairs(n, kv_heads, is_causal=True) / Pattern([Dense()]).pairs(n, kv_heads, is_causal=True)
 
 
 @dataclass(frozen=True)

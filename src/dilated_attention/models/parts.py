@@ -75,9 +75,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kept: Tensor, step: Step, count: int, *tensors: Tensor) -> Tensors:
         ctx.step, ctx.weights, ctx.kind = step, tensors[count:], kept.device.type
-        ctx.autocast = {
-            "dtype": torch.get_autocast_dtype(ctx.kind), "enabled": torch.is_autocast_enabled(ctx.kind)
-        }  # fmt: skip
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(ctx.kind), "enabled": torch.is_autocast_enabled(ctx.kind)}
         return _cut(step, tensors[:count])
 
     @staticmethod

@@ -47,7 +47,7 @@ def rows_of(model: Any, text: bytes, n: int, most: int) -> Tensor:
 def by_position(model: Any, rows: Tensor) -> list[dict[str, Any]]:
     """The mean bits of the tokens from first to last: the first token of a row is not predicted."""
     n, bits = rows.shape[1], torch.cat([model.losses(row).double().cpu() for row in torch.split(rows, 1)]) / math.log(2)
-    edges = [1, *itertools.takewhile(lambda x: x < n, (NEAR << i for i in range(40))), n]
+    edges = [1, *(NEAR << i for i in range(((n - 1) // NEAR).bit_length())), n]
     return [
         {"first": a, "last": b - 1, "bits": float(bits[:, a - 1 : b - 1].mean())} for a, b in itertools.pairwise(edges)
     ]
@@ -55,11 +55,11 @@ def by_position(model: Any, rows: Tensor) -> list[dict[str, Any]]:
 
 def planted(text: bytes, n: int, most: int, seed: int = 0) -> recall.Planted:
     """Rows of n bytes with facts planted in them, and questions at distances that double."""
-    distances = [*itertools.takewhile(lambda x: 2 * x < n, (recall.LEAST << i for i in range(40)))]
-    rows = [bytearray(piece) for piece in pieces(text, n, most, n) if len(piece) == n]
-    if not rows or not distances:
+    distances = [recall.LEAST << i for i in range(((n - 1) // (2 * recall.LEAST)).bit_length())]
+    rows = [piece for piece in pieces(text, n, most, n) if len(piece) == n]
+    if not (rows and distances):
         raise ValueError(f"recall needs rows of more than {2 * recall.LEAST} bytes and a text that fills one, got {n}")
-    given = torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows])
+    given = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(-1, n)
     return recall.plant(given, distances, questions=max(1, n // 128), seed=seed)
 
 

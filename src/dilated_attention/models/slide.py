@@ -204,8 +204,7 @@ class SlideEncoder(nn.Module):
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
         tiles, in_chans = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles, self.patch_embed.proj.in_features
         if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
-            wanted = f"(slides, tiles, {in_chans})"
-            raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
+            raise ValueError(f"tiles must be (B, L, {in_chans}), got {tuple(tiles.shape)}: those of another encoder?")
         slides, length, _ = tiles.shape
         if coords.shape not in ((length, 2), (slides, length, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
