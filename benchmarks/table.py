@@ -1,28 +1,19 @@
-"""Tables of results, as on docs/speed.md: python benchmarks/table.py FILE; and measuring: --measure FOLDER
+"""Tables of results, as on docs/speed.md: python benchmarks/table.py FILE, of `dilated-attention bench --suite`.
 
-FILE has the results of `dilated-attention bench --suite all`, or of --measure. That one needs a GPU and takes about
-four minutes on an H200: it checks and times the patterns that `DilatedPattern.suggest` gives for each length, beside
-dense attention and others' ways to compute the same, writes FOLDER/results.json after each length, and prints the
-table. `dilated-attention report FOLDER` makes the page.
+The suite is `all` or `suggested`: the patterns that `DilatedPattern.suggest` gives for each length, beside dense
+attention and others' ways to compute the same. That one needs a GPU, and takes about four minutes on an H200.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from dilated_attention import DilatedPattern
-from dilated_attention.bench import machine
 from dilated_attention.bench.conclude import far_rows
-from dilated_attention.bench.implementations import named
-from dilated_attention.bench.session import Session
 from dilated_attention.units import measured_text
 
 # who stands in README.md, and at which lengths; the page of the run has all
@@ -31,13 +22,11 @@ ROWS = (
     "torchscale, auto", "gather-pad-scatter", "attention over heads",
 )  # fmt: skip
 LENGTHS = {"cuda": (8192, 131072, 1 << 20), "cpu": (2048, 8192, 32768)}
-# what --measure does: the lengths, who, and where the slow ones are
+# the same of the suite "suggested"
 SUITE, MEASURED = "suggested", (8192, 32768, 131072, 262144, 1 << 20)
 PATTERNS = ("head_groups, auto", "longnet, auto")
 NAMES = ("dense SDPA", "dense cuDNN", "dense flash", *PATTERNS, "copy and gather, index_select",
          "copy and gather, slicing", "FlexAttention")  # fmt: skip
-# FlexAttention compiles for minutes before its first call at 262,144 tokens
-ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttention": MEASURED[:1]}
 SMALL = 0.02  # of the median
 
 
@@ -90,23 +79,5 @@ def _time(record: dict[str, Any] | None) -> str:
     return f"{text} ± {half:,.{decimals}f}" if half > SMALL * median else text
 
 
-def measure(folder: Path, commit: str | None) -> None:
-    """Suggested patterns beside what else there is; the slowest only as far as it takes seconds."""
-    session = Session(torch.device("cuda"), (torch.bfloat16,), seconds=1.0, commit=commit)
-    session.limit_ms = 30_000.0
-    steps = [
-        partial(session.compare, SUITE, named(*(x for x in NAMES if n in ONLY_AT.get(x, MEASURED))), session.setting(n))
-        for n in MEASURED
-    ]
-    session.run({SUITE: steps}, lambda results: machine.write_json(folder / "results.json", results))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--measure", type=Path, metavar="FOLDER")
-    parser.add_argument("--commit", help="of a tree that came without its .git")
-    options = parser.parse_args()
-    if options.measure:
-        measure(options.measure, options.commit)
-    print(page_table(json.loads((options.file or options.measure / "results.json").read_text(encoding="utf-8"))))
+    print(page_table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

@@ -133,6 +133,8 @@ def test_what_would_take_too_long_is_skipped_with_a_reason() -> None:
     late = [x for x in made.results["measurements"] if x["tokens"] == 256]
     assert {x["status"] for x in late} == {"skipped"}
     assert all("is expected to take" in x["why"] for x in late)
+    made.compare("suggested", [changed()], replace(SETTING, tokens=257))  # which takes its time
+    assert [x["status"] for x in made.results["measurements"][-2:]] == ["measured"] * 2
 
 
 def test_one_dtype_has_one_verdict_the_worst() -> None:

@@ -21,6 +21,7 @@ Suites:
   packed         many sequences in one row
   slides         slide encoders
   language       LongNet as a language model
+  suggested      suggested patterns up to a million tokens
 
 Example: dilated-attention bench --suite quick --out report
 """

@@ -24,6 +24,7 @@ PLANS: dict[str, Callable[[Session], list[Step]]] = {
     "profile": compared.profile, "scaling": compared.scaling,
     "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": alone.decode,
     "stream": alone.streams, "packed": alone.packed, "slides": models.slides, "language": models.language,
+    "suggested": partial(compared.plain, "suggested"),
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")

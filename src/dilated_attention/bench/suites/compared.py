@@ -22,6 +22,7 @@ QUICK = (
     known.RELEASED, known.OVER_HEADS,
 )  # fmt: skip
 RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
+WAYS = ("dense cuDNN", "head_groups, auto", "longnet, auto", known.GATHER, known.SLICES)
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 # who is compared, at which lengths, with which patterns
 PLAIN: dict[str, tuple[Group, ...]] = {
@@ -39,6 +40,10 @@ PLAIN: dict[str, tuple[Group, ...]] = {
     # published optimisations, each without and with: one projection of qkv, buffers
     "optimisations": ((MULTIHEAD[:2], (2048, 8192), SHORT),
                       (("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks"), (16384,), LONG)),
+    # what docs/speed.md shows; FlexAttention compiles for minutes before its first call at 262,144 tokens
+    "suggested": (((known.DENSE, *WAYS, "FlexAttention"), (8192,), (SUGGESTED,)),
+                  ((known.DENSE, *WAYS), (32768, 131072), (SUGGESTED,)),
+                  ((known.DENSE, "dense flash", *WAYS), (262144,), (SUGGESTED,)), (WAYS, (1 << 20,), (SUGGESTED,))),
 }  # fmt: skip
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
