@@ -20,13 +20,13 @@ from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import Block, View
 from dilated_attention.branches import Dilated
-from dilated_attention.branches.base import grouped
+from dilated_attention.branches.base import T, grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import blocks_of
-from dilated_attention.ring.parallel import Came, Fields, ParallelCall, Part, Peers, Step, pack, rows_of
+from dilated_attention.ring.parallel import Came, Fields, ParallelCall, Part, Step, pack, rows_of
 from dilated_attention.ring.shards import Shards
 
 
@@ -93,6 +93,10 @@ def deal(call: Call, index: int, cut: Ints) -> tuple[Tensor, dict[int, int]]:
     return rows, targets
 
 
+def by_rank(pairs: Iterable[tuple[int, T]]) -> dict[int, tuple[T, ...]]:
+    return {rank: tuple(x for _, x in some) for rank, some in grouped(pairs, lambda pair: pair[0]).items()}
+
+
 def offsets_of(call: Call, index: int) -> Tensor:
     """(heads, 1) where in a segment the rows of each head that runs the branch begin."""
     return torch.tensor([offset for _, offset in call.placed(index)], dtype=torch.int64, device="cpu").unsqueeze(1)
@@ -113,9 +117,9 @@ class AllToAll(ParallelCall):
             (block.branch, block.origin, head) for block, *_ in self.bundles for head in block.queries.numbers
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
-        there = ((bundle.target, bundle.members[self.rank]) for bundle in self.bundles)
-        here = (member for bundle in self.mine for member in bundle.members.items())
-        self.steps = (Step(self.of_others(there), self.of_others(here), {}),)
+        there = by_rank((target, members[self.rank]) for _, members, target in self.bundles if target != self.rank)
+        here = by_rank(one for bundle in self.mine for one in bundle.members.items() if one[0] != self.rank)
+        self.steps = (Step(there, here, {}),)
 
     def forward(self, work: Work) -> Pair:
         fields, own = self.fields.inputs, self.own(work)
@@ -153,22 +157,16 @@ class AllToAll(ParallelCall):
                 bundle.members[self.rank].of(grad, group).add_(x)
         return grads
 
-    def of_others(self, rows: Iterable[tuple[int, View]]) -> Peers:
-        by_rank = grouped(rows, lambda pair: pair[0])
-        return {rank: tuple(view for _, view in some) for rank, some in by_rank.items() if rank != self.rank}
-
     def wholes(
         self, arriving: Iterator[Came], fields: Fields, tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Bundle, list[Tensor]]]:
         """Each segment that is computed here: for each field (B, L, heads of the bundle, ...)."""
         (came,) = arriving
-        others = {member: iter(parts) for member, parts in came.items()}
+        came[self.rank] = [rows_of(tensors, bundle.members[self.rank], fields) for bundle in self.mine]
+        waiting = {member: iter(parts) for member, parts in came.items()}
         for bundle in self.mine:
-            pieces = [
-                rows_of(tensors, view, fields) if member == self.rank else next(others[member])
-                for member, view in bundle.members.items()
-            ]
-            yield bundle, [torch.cat(some, 1) for some in zip(*pieces, strict=True)]
+            pieces = zip(*(next(waiting[member]) for member in bundle.members), strict=True)
+            yield bundle, [torch.cat(some, 1) for some in pieces]
 
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
@@ -188,15 +186,14 @@ class AllToAll(ParallelCall):
     ) -> Iterator[tuple[Bundle, Part]]:
         """Results (B, L, heads, ...) of the segments computed here go to their rows; then those of this rank's rows."""
         ((there, here, _),) = self.steps
-        sends: dict[int, list[Part]] = {member: [] for member in [*here, self.rank]}
-        for bundle, tensors in zip(self.mine, results, strict=True):
-            counts = [view.rows for view in bundle.members.values()]
-            pieces = (torch.split(x, counts, 1) for x in tensors)
-            for member, parts in zip(bundle.members, zip(*pieces, strict=True), strict=True):
-                sends[member].append(parts)
-        own = sends.pop(self.rank)
-        messages = {member: pack(parts, here[member], fields) for member, parts in sends.items()}
+        parts = by_rank(
+            (member, rows_of(tensors, view.within(bundle.block.queries), fields))
+            for bundle, tensors in zip(self.mine, results, strict=True)
+            for member, view in bundle.members.items()
+        )
+        own = parts.pop(self.rank, ())
+        messages = {member: pack(some, here[member], fields) for member, some in parts.items()}
         with self.post(f"hop 2 of the {direction}", messages, there, fields) as came:
-            waiting = {target: iter(parts) for target, parts in (came | {self.rank: own}).items()}
+            waiting = {target: iter(some) for target, some in (came | {self.rank: own}).items()}
             for bundle in self.bundles:
                 yield bundle, next(waiting[bundle.target])

@@ -227,14 +227,14 @@ def plan_cost(
         pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         has_padding=has_padding,
     )  # fmt: skip
-    return _plan(call, shards, latency, bandwidth, flops_per_second)
+    return _plan(call, shards, True, latency, bandwidth, flops_per_second)
 
 
 @functools.lru_cache(maxsize=512)
 def fastest_exchange(call: Call, shards: Shards, backend: str) -> Exchange:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    return _plan(call, shards, *LINKS.get(backend, LINKS["nccl"])).best
+    return _plan(call, shards, False, *LINKS.get(backend, LINKS["nccl"])).best
 
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
@@ -252,8 +252,11 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     return Shards.of(tuple(lengths))
 
 
-def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
-    lengths, tallies = [stop - start for start, stop in itertools.pairwise(shards.starts)], count(call, shards)
+def _plan(
+    call: Call, shards: Shards, pairs_too: bool, latency: float, bandwidth: float, speed: float = 1.0
+) -> PlanCost:  # fmt: skip
+    lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
+    tallies = count(call, shards, pairs_too)
     cost = functools.partial(_cost, call, tallies, latency, bandwidth, speed)
     exchanges = {name: cost(name, range(shards.ranks)) for name in tallies}
     keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -27,19 +28,16 @@ from dilated_attention.shown import count_pairs, moved_to
 # one sample and one query head of each key/value head.
 Tally = Tensor  # (9, ranks)
 Pair = tuple[int, int]
-# Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and for each rank
-# queries that see such rows; its own rows that others need, the most of one rank before and the most of one after; and
-# in an alltoall, rows that go to others and come from them, and pairs more than those of its own queries.
-Needs = tuple[Tensor, Tensor]
+# Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and (6, ranks): queries
+# that see such rows; own rows that others need, the most of one rank before and the most of one after; in an alltoall,
+# rows that go to others and come from them, and pairs more than those of the own queries; and these pairs.
+Needs = tuple[Tensor | int, Tensor]
 
 
-def count(call: Call, shards: Shards) -> dict[str, Tally]:
-    """``call``: of all tokens."""
-    rows, (queries, own, dealt, taken, more) = rows_needed(call, shards)
-    pairs, fields = (
-        pairs_by_rank(call, shards),
-        Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding),
-    )
+def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
+    """``call``: of all tokens. Unless ``pairs_too``, only sequences on several ranks are looked at."""
+    rows, (queries, own, dealt, taken, more, pairs) = rows_needed(call, shards, pairs_too)
+    fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
     fields = fields._replace(rows=(*fields.rows[1:], *fields.inputs))  # without a gradient of lse
     blocks, sums, inputs, results, inputs_again, gradients = (call.samples * row_bytes(some) for some in fields)
     totals = own * sums + queries * (sums // 2 * call.q_per_kv)  # dk and dv of rows that travel; dq of their readers
@@ -70,33 +68,25 @@ def _tally(gone: Tensor, came: Tensor, ways: list[Pair], *others: Tensor) -> Tal
 # --- rows that queries need -----------------------------------------------------------------------------------------
 
 
-def rows_needed(call: Call, shards: Shards) -> Needs:
+def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Tensor]:
+    """As `Needs`. Nothing outside of a sequence is seen."""
     rows = torch.zeros(shards.ranks, shards.ranks, dtype=torch.int64, device="cpu")
-    numbers = rows.new_zeros(5, shards.ranks)
-    for index in range(len(call.branches)):
-        known: dict[Ints, Needs] = {}
-        branch = segmented(call, index)
-        for zone in shared_zones(shards, branch):
+    numbers = rows.new_zeros(6, shards.ranks)
+    borders = {border for border in shards.starts if 0 < border < shards.tokens}
+    sequences = {*itertools.pairwise(shards.cu_seqlens)} if pairs_too else {shards.sequence(x) for x in borders}
+    for index, branch in enumerate(call.branches):
+        known: dict[Hashable, Needs] = {}
+        ways: list[tuple[Callable[[Call, int, Ints], Needs], set[Pair]]] = [(_in_sequence, sequences)]
+        if call.pattern.counts == "sum" and isinstance(branch, Dilated):  # whatever the other branches show
+            ways = [(_pairs, sequences), (_in_segment, {segment_at(shards, x, branch.length) for x in borders})]
+        for needs, zone in ((needs, zone) for needs, zones in ways for zone in zones):
             ranks, cut = shards.cut(*zone)
-            if cut not in known:
-                known[cut] = _in_segment(call, index, cut) if branch else _in_sequence(call, index, cut)
+            if (needs, cut) not in known:
+                known[needs, cut] = needs(call, index, cut)
             here = slice(ranks.start, ranks.stop)
-            for x, part in zip((rows[here, here], numbers[:, here]), known[cut], strict=True):
-                x += part
+            rows[here, here] += known[needs, cut][0]
+            numbers[:, here] += known[needs, cut][1]
     return rows, numbers
-
-
-def segmented(call: Call, index: int) -> Dilated | None:
-    """The branch, if each of its segments is like a sequence of its own, whatever the other branches."""
-    branch = call.branches[index]
-    return branch if call.pattern.counts == "sum" and isinstance(branch, Dilated) else None
-
-
-def shared_zones(shards: Shards, branch: Dilated | None) -> set[Pair]:
-    """The sequences, or the segments of the branch, that lie on several ranks: nothing outside of one is seen."""
-    inner = {border for border in shards.starts if 0 < border < shards.tokens}
-    zones = ((x, segment_at(shards, x, branch.length) if branch else shards.sequence(x)) for x in inner)
-    return {zone for border, zone in zones if zone[0] < border}
 
 
 def _in_segment(call: Call, index: int, cut: Ints) -> Needs:
@@ -110,15 +100,33 @@ def _in_segment(call: Call, index: int, cut: Ints) -> Needs:
         is_here[head, target] = 1
     more = _seen(call, after - rows, whole) - _seen(call, after, whole) + is_here * _seen(call, whole, whole)
     dealt = [x.sum(0) for x in (rows * (1 - is_here), (whole - rows) * is_here, more)]
-    return others * (holds.T @ rows), torch.stack([*seeing, *dealt])
+    return others * (holds.T @ rows), torch.stack([*seeing, *dealt, 0 * dealt[0]])
+
+
+def _pairs(call: Call, index: int, cut: Ints) -> Needs:
+    """Only the pairs, of a dilated branch in a sequence that is cut at these tokens."""
+    tokens, branch = torch.tensor(cut, device="cpu"), call.branches[index]
+    assert isinstance(branch, Dilated)
+    whole, rest = tokens // branch.length, tokens % branch.length
+    length = (cut[-1] - whole * branch.length).clamp(max=branch.length)  # of the segment that each token is in
+    full = torch.full_like(tokens, branch.length)
+    full, earlier, every = (rows_before(x, offsets_of(call, index), branch.rate) for x in (full, rest, length))
+    numbers = tokens.new_zeros(6, len(cut) - 1)
+    numbers[5] = (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff().sum(0)
+    return 0, numbers
+
+
+def _seen(call: Call, rows: Tensor, every: Tensor) -> Tensor:
+    """The pairs of the first rows of a segment, and all of its rows as keys."""
+    return rows * (rows + 1) // 2 if call.is_causal else rows * every
 
 
 def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
     starts = torch.tensor(cut, device="cpu")
-    rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(5, len(cut) - 1)
+    rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(6, len(cut) - 1)
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
-        _, numbers[0, reader], lanes = _of_queries(call, index, first, stop, cut[-1])
+        numbers[5, reader], numbers[0, reader], lanes = _of_queries(call, index, first, stop, cut[-1])
         if lanes:
             start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
             rows[reader] = (times * rows_before(starts, start, step).minimum(length).diff()).sum(0)
@@ -166,35 +174,3 @@ def kinds_of_heads(call: Call, index: int) -> list[Pair]:
     is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
     kinds = grouped(call.placed(index), lambda placed: placed[1:] if is_alone else call.looks(placed[0]))
     return [(call.first_head + some[0][0], len(some)) for some in kinds.values()]
-
-
-# --- pairs ----------------------------------------------------------------------------------------------------------
-
-
-def pairs_by_rank(call: Call, shards: Shards) -> Tensor:
-    """The pairs of each rank's queries, of one sample and one query head for each key/value head."""
-    found = torch.zeros(shards.ranks, dtype=torch.int64, device="cpu")
-    for zone in itertools.pairwise(shards.cu_seqlens):
-        ranks, cut = shards.cut(*zone)
-        for index in range(len(call.branches)):
-            found[ranks.start : ranks.stop] += _pairs(call, index, cut)
-    return found
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _pairs(call: Call, index: int, cut: Ints) -> Tensor:
-    """Of the queries of a sequence, where it is cut at these tokens."""
-    tokens, branch = torch.tensor(cut, device="cpu"), segmented(call, index)
-    if branch is None:
-        each = [_of_queries(call, index, *some, cut[-1])[0] for some in itertools.pairwise(cut)]
-        return torch.tensor(each, dtype=torch.int64, device="cpu")
-    whole, rest = tokens // branch.length, tokens % branch.length
-    length = (cut[-1] - whole * branch.length).clamp(max=branch.length)  # of the segment that each token is in
-    full = torch.full_like(tokens, branch.length)
-    full, earlier, every = (rows_before(x, offsets_of(call, index), branch.rate) for x in (full, rest, length))
-    return (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff().sum(0)
-
-
-def _seen(call: Call, rows: Tensor, every: Tensor) -> Tensor:
-    """The pairs of the first rows of a segment, and all of its rows as keys."""
-    return rows * (rows + 1) // 2 if call.is_causal else rows * every
