@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -274,15 +275,21 @@ def wanted(path: Path) -> list[Values]:
 
 def dealt(path: Path, seed: str, tries: int = 12) -> Iterator[dict[str, Any]]:
     """Each case is the best of some drawn ones that have the first pair or triple that is still missing."""
-    draw, missing = random.Random(seed), dict.fromkeys(wanted(path))  # in order: every process must make the same cases
+    draw = random.Random(seed)
+    # in order: every process must make the same cases
+    missing = {axes: dict.fromkeys(itertools.product(*map(path.axes.get, axes))) for axes in groups(path)}
     while missing:
-        first = dict(next(iter(missing)))
+        axes, left = next(iter(missing.items()))
+        first = dict(zip(axes, next(iter(left)), strict=True))
         drawn = [
             {axis: first.get(axis, draw.choice(values)) for axis, values in path.axes.items()} for _ in range(tries)
         ]
-        best = max(drawn, key=lambda values: len(missing.keys() & tuples(path, values)))
-        for some in tuples(path, best):
-            missing.pop(some, None)
+        pick = {axes: operator.itemgetter(*axes) for axes in missing}  # groups that are complete cost no more time
+        best = max(drawn, key=lambda values: sum(pick[axes](values) in left for axes, left in missing.items()))
+        for axes in pick:
+            missing[axes].pop(pick[axes](best), None)
+            if not missing[axes]:
+                del missing[axes]
         yield best
 
 
