@@ -89,11 +89,11 @@ def same_bits(one: Any, two: Any) -> None:
 def poisoned() -> Iterator[None]:
     """Everything that is allocated and not written holds NaN: torch does so for deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler, for seconds
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -285,11 +285,11 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
 
 def test_a_backward_pass_goes_by_the_flags_of_its_own_time() -> None:
     """It repeats every bit if the flag says so by then, whatever it said in the forward pass."""
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     leaves = [x.requires_grad_() for x in make(17, 1)]
     out = dilated_attention(*leaves, ONE)
     assert len(CACHE.kept) == 0
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     out.sum().backward()
     assert len(CACHE.kept) == 1
 
