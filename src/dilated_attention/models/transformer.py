@@ -136,9 +136,7 @@ class LMConfig:
     @property
     def calls(self) -> tuple[tuple[Pattern, ...], ...]:
         """What each layer computes: its pattern, and if ``near`` is given also the pattern of its near branches."""
-        if self.near is None:
-            return tuple((pattern,) for pattern in self.patterns)
-        return tuple((pattern, near_part(pattern, self.near)) for pattern in self.patterns)
+        return tuple((x,) if self.near is None else (x, near_part(x, self.near)) for x in self.patterns)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
@@ -380,10 +378,8 @@ class Trunk(nn.Module):
             is_late = number > len(self.blocks) * 3 // 4
             may_cut = again and not is_random(block)  # a part that is computed again would draw other random numbers
             run = partial(self.checkpoint, block) if again and number < len(self.blocks) else block
-            if len(self.blocks) > number >= len(self.blocks) - kept:  # the late ones, which are needed first
-                x = run(x, waves, SavedAttention(attend), may_cut, is_late, True)
-            else:
-                x = run(x, waves, attend, may_cut, is_late, apart)
+            keeps = len(self.blocks) > number >= len(self.blocks) - kept  # the late ones, which are needed first
+            x = run(x, waves, SavedAttention(attend) if keeps else attend, may_cut, is_late, keeps or apart)
             if number == 1 and again and self.checkpointing == "auto":
                 self._room.watch(x)
         return self.norm(x)  # type: ignore[no-any-return]
