@@ -60,13 +60,13 @@ def page_table(results: dict[str, Any]) -> str:
 
 
 def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str) -> str:
-    """Which share of the rows is in the longest segment, at each length."""
+    """Which share of the rows the longest branch takes, at each length."""
     shares = []
     for tokens in MEASURED:
         record = records[name, tokens, "forward"]
         pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
         shares.append(f"{far_rows(pattern, tokens, record['heads'])[1]:.2%} at {tokens:,}")
-    return f"- {name}: of all tokens of all heads, the longest segment holds {', '.join(shares)}."
+    return f"- {name}: of the tokens of all heads, the longest branch takes {', '.join(shares)}."
 
 
 def _time(record: dict[str, Any] | None) -> str:
