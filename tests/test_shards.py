@@ -28,7 +28,6 @@ def test_where_a_sequence_is_cut() -> None:
     shards = Shards.of((4, 0, 6, 3), (0, 5, 13))
     assert shards.cut(5, 13) == (range(2, 4), (0, 5, 8))
     assert shards.cut(2, 9) == (range(3), (0, 2, 2, 7))
-    assert shards.cut(4, 4) == (range(0), (0,))
     assert [shards.sequence(token) for token in (4, 5, 12)] == [(0, 5), (5, 13), (5, 13)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.group import Past, Stats
+from dilated_attention.distributed.group import Past, Stats, Waiting
 from dilated_attention.pattern import Pattern
 from dilated_attention.ring import run as ring
 from dilated_attention.testing import Results, run
@@ -53,14 +53,6 @@ class Office:
             self.changed.notify_all()
 
 
-class FakePending:
-    def __init__(self, office: Office, receives: Mapping[Address, int]) -> None:
-        self.office, self.receives = office, receives
-
-    def wait(self) -> dict[int, Tensor]:
-        return {address[0]: self.office.take(address, count) for address, count in self.receives.items()}
-
-
 class FakeTransport(ring.Checks):
     """A `Transport` over an office. ``log``: (step, bytes to, bytes from each rank) of what was posted."""
 
@@ -73,7 +65,7 @@ class FakeTransport(ring.Checks):
         self.log: list[tuple[str, dict[int, int], dict[int, int]]] = []
         self._posted: dict[str, int] = {}
 
-    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> FakePending:
+    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Waiting:
         sends = {peer: message for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in receives.items() if count}
         if sends or receives:
@@ -86,7 +78,7 @@ class FakeTransport(ring.Checks):
 
     def from_all(self, name: str, mine: Tensor) -> list[Tensor]:
         others, message = [peer for peer in range(self.size) if peer != self.rank], mine.view(-1).view(torch.uint8)
-        came = self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, mine.nbytes)).wait()
+        came = self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, mine.nbytes))()
         return [came.get(peer, message).view(mine.dtype).view(mine.shape) for peer in range(self.size)]
 
     def warm_up(self) -> None:
@@ -95,12 +87,13 @@ class FakeTransport(ring.Checks):
     def closed_on_error(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _carry(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> FakePending:
+    def _carry(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Waiting:
         turn = self._posted.get(name, 0)
         self._posted[name] = turn + 1
         # a copy: the sender may not touch what it has sent, but what it sent must not change with it either
         self.office.put({(self.rank, peer, name, turn): message.clone() for peer, message in sends.items()})
-        return FakePending(self.office, {(peer, self.rank, name, turn): count for peer, count in receives.items()})
+        addresses = {peer: (peer, self.rank, name, turn) for peer in receives}
+        return lambda: {peer: self.office.take(addresses[peer], count) for peer, count in receives.items()}
 
 
 def run_threads(size: int, function: Callable[[FakeTransport], T]) -> tuple[list[T], list[FakeTransport]]:

@@ -83,8 +83,8 @@ def debugged() -> list[tuple[bool, list[int]]]:
         transport = GroupTransport(world(), torch.device("cpu"), 10.0, debug=debug)
         peer = 1 - transport.rank
         message = torch.full((5,), transport.rank, dtype=torch.uint8)
-        pending: Any = transport.post("a step", {peer: message}, {peer: 5})
-        found.append((not pending.works, pending.wait()[peer].tolist()))
+        wait: Any = transport.post("a step", {peer: message}, {peer: 5})
+        found.append((not wait.args[1], wait()[peer].tolist()))
     return found
 
 

@@ -261,11 +261,11 @@ def cut_off() -> None:
     dist.barrier()
     sends, receives = {VICTIM: torch.empty(LONG_MESSAGE, dtype=torch.uint8)}, {0: LONG_MESSAGE}
     is_victim = transport.rank == VICTIM
-    pending = transport.post("hop 1 of the forward ring", {} if is_victim else sends, receives if is_victim else {})
+    wait = transport.post("hop 1 of the forward ring", {} if is_victim else sends, receives if is_victim else {})
     if is_victim:
         time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
-    pending.wait()
+    wait()
 
 
 def test_the_peer_of_a_rank_killed_in_a_long_message_raises_in_time() -> None:

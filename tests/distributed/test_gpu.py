@@ -35,7 +35,7 @@ def test_a_group_with_nccl_alone_agrees_on_the_device(nccl) -> None:
     assert (transport.backend, transport.agrees_on_host) == ("nccl", False)
     transport.warm_up()
     assert [x.tolist() for x in transport.from_all("a word", torch.arange(3))] == [[0, 1, 2]]
-    assert transport.post("a step", {}, {}).wait() == {}
+    assert transport.post("a step", {}, {})() == {}
     with pytest.raises(ValueError, match="carries no cpu tensors"):
         GroupTransport(nccl, torch.device("cpu"), 60.0)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
 HOST = torch.device("cpu")
 Works = list[tuple[int | None, Any]]  # handles, and whom each waits for; None: for several
+Waiting = Callable[[], dict[int, Tensor]]  # until a step is over, for its received messages by rank
 # Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
 # ends the wait at once, and the group with it.
 LONGEST_TIMEOUT = 31_536_000
@@ -94,7 +96,7 @@ class GroupTransport:
         self.backend = backend_name(self.group, self.device) or "gloo"  # without one it goes through the host
         self.agrees_on_host = backend_name(self.group, HOST) == "gloo"  # small messages to all need no device
 
-    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Pending:
+    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Waiting:
         """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people."""
         self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items()}
@@ -105,12 +107,12 @@ class GroupTransport:
         stats.hold(received)
         works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         stats.hops += bool(works)
-        pending = Pending(self, name, works, sent, arriving)
+        wait = functools.partial(self._wait, name, works, sent, arriving)
         if self.debug:  # the host waits, so that an error names the step in which it happened
-            pending.wait()
+            wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        return pending
+        return wait
 
     def from_all(self, name: str, mine: Tensor) -> list[Tensor]:
         """A small tensor of every rank, by rank; not counted in the statistics."""
@@ -123,8 +125,23 @@ class GroupTransport:
             works = self._batch(dict.fromkeys(others, message), others, name, kind="to all")
         else:
             works = [(None, dist.all_gather(found, message, group=self.group, async_op=True))]
-        Pending(self, name, works, {}, {}).wait()
+        self._wait(name, works, {}, {})
         return [x.to(mine.device) for x in found]
+
+    def _wait(self, name: str, works: Works, sent: dict[int, Tensor], arriving: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Wait until all messages of a step have come and gone; the received ones by rank. ``sent`` are kept until they
+        have left."""
+        began = time.monotonic()
+        for peer, work in works:
+            left = None
+            if peer is not None and self.timeout is not None:  # gloo: waiting has an end
+                left = datetime.timedelta(seconds=max(0.05, self.timeout - (time.monotonic() - began)))
+            with self.naming(name, peer, began):
+                _ = work.wait() if left is None else work.wait(left)
+        works.clear()
+        sent.clear()
+        self.stats.seconds_waited += time.monotonic() - began
+        return {peer: message.to(self.device) for peer, message in arriving.items()}
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
@@ -221,30 +238,6 @@ class GroupTransport:
             what = f"rank {self.rank} lost {ranks_text(gone)}"
             self._close(what)
             raise CommunicationError(f"{what}: {_short(error)}") from error
-
-
-@dataclass
-class Pending:
-    """A step under way."""
-
-    transport: GroupTransport
-    name: str
-    works: Works
-    sent: dict[int, Tensor]  # kept until they have left
-    arriving: dict[int, Tensor]
-
-    def wait(self) -> dict[int, Tensor]:
-        """Wait until all messages of the step have come and gone; the received ones by rank."""
-        transport, began = self.transport, time.monotonic()
-        for peer, work in self.works:
-            left = None
-            if peer is not None and transport.timeout is not None:  # gloo: waiting has an end
-                left = datetime.timedelta(seconds=max(0.05, transport.timeout - (time.monotonic() - began)))
-            with transport.naming(self.name, peer, began):
-                _ = work.wait() if left is None else work.wait(left)
-        self.works, self.sent = [], {}
-        transport.stats.seconds_waited += time.monotonic() - began
-        return {peer: message.to(transport.device) for peer, message in self.arriving.items()}
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str | None:

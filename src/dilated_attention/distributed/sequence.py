@@ -235,6 +235,6 @@ def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transp
     """What each rank has for this one, given what this one has for each, and the shapes of what comes."""
     mine, others = sent[transport.rank], transport.others
     sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
-    messages = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
+    messages = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others})()
     arrived = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in messages.items()}
     return [arrived.get(peer, mine) for peer in range(transport.size)]

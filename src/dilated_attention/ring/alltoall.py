@@ -128,7 +128,7 @@ class AllToAll(ParallelCall):
         out, lse = work.forward()
         results = []
         for bundle, tensors in self.wholes(arriving, fields, own):
-            results.append(self.compute(work, bundle, Inputs(*tensors)))
+            results.append(self.compute(work, bundle, Inputs(*tensors))[::-1])
             self.kept += [tensors] if self.keeps else []
         for bundle, (part_lse, part) in self.back("forward", self.fields.results, results):
             here, here_lse = (bundle.members[self.rank].of(x, work.group) for x in (out, lse))
@@ -169,7 +169,7 @@ class AllToAll(ParallelCall):
             yield bundle, [torch.cat(some, 1) for some in pieces]
 
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
-        """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
+        """out and lse of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
         whole, found = bundle.block.queries, list[Tensor]()
         for block, parts in work.each([bundle.block], sources, results, (whole, whole)):
             groups = [part.shape[2] // block.heads for part in parts]
@@ -179,7 +179,7 @@ class AllToAll(ParallelCall):
             ]
             for x, part, group in zip(found, parts, groups, strict=True):
                 block.queries.within(whole).of(x, group).copy_(part)
-        return found if results is not None else [found[1], found[0]]
+        return found
 
     def back(
         self, direction: str, fields: Fields, results: Sequence[Sequence[Tensor]]

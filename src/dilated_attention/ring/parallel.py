@@ -24,7 +24,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.blocks import View
 from dilated_attention.call import Call, accumulate_dtype, sample_ends
 from dilated_attention.checks import Ints
-from dilated_attention.distributed.group import GroupTransport, Pending
+from dilated_attention.distributed.group import GroupTransport, Waiting
 from dilated_attention.plan import Away, SegmentHeads
 from dilated_attention.ring.shards import Shards
 
@@ -162,8 +162,8 @@ class ParallelCall:
         return self._received(self.transport.post(f"{hop} {self.name}", messages, sizes), receives, fields)
 
     @contextmanager
-    def _received(self, pending: Pending, receives: Peers, fields: Fields) -> Iterator[Came]:
-        messages = pending.wait()
+    def _received(self, wait: Waiting, receives: Peers, fields: Fields) -> Iterator[Came]:
+        messages = wait()
         yield {peer: unpack(messages[peer], parts, fields) for peer, parts in receives.items()}
         self.transport.stats.hold(-sum(map(Tensor.numel, messages.values())))
 

@@ -47,14 +47,9 @@ class Shards:
         after = bisect.bisect_right(self.cu_seqlens, token)
         return self.cu_seqlens[after - 1], self.cu_seqlens[after]
 
-    def holders(self, start: int, stop: int) -> range:
-        """The ranks from the first to the last that hold some of [start, stop); those between may be empty."""
-        if start >= stop:
-            return range(0)
-        return range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
-
     def cut(self, start: int, stop: int) -> tuple[range, Ints]:
-        """The ranks that hold [start, stop), and where their shards cut it, counted from its start."""
-        ranks = self.holders(start, stop)
+        """The ranks from the first to the last that hold some of [start, stop), at least one token, and where their
+        shards cut it, counted from its start. Those between may be empty."""
+        ranks = range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
         borders = self.starts[ranks.start : ranks.stop + 1]
         return ranks, tuple(min(max(border, start), stop) - start for border in borders)
