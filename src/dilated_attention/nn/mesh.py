@@ -106,9 +106,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     @contextmanager
     def _errors_reach_ranks(self, x: Tensor) -> Iterator[None]:
         def say(fields: Mapping[str, object]) -> None:  # to ranks with other heads of the same tokens
-            group = None if self.over_heads is None else self.over_heads.process_group()
-            if group is not None:
-                transport = GroupTransport(group, self.out_proj.weight.device, self.ranks.parallel.timeout)
+            if self.over_heads is not None:
+                device, timeout = self.out_proj.weight.device, self.ranks.parallel.timeout
+                transport = GroupTransport(self.over_heads.process_group(), device, timeout)
                 if transport.agrees_on_host:
                     ask(transport, "dilated_attention over heads", fields)
 

@@ -4,7 +4,7 @@ For patterns whose branches are all dilated, where queries and keys of a segment
 on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal too, and no sum over
 ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
-Legend as in `blockwise` and `messages`; L rows of one head in a whole segment, of which each member holds some.
+Legend as in `blockwise` and `parallel`; L rows of one head in a whole segment, of which each member holds some.
 """
 
 from __future__ import annotations
