@@ -65,11 +65,17 @@ def masked(x, blank, q_position, position, valid, band, C: constexpr, EDGE: cons
 
 
 @triton.jit
-def walk(state, q, q_position, words, keys, met, numbers, C: constexpr, EDGE: constexpr, SHIFTED: constexpr):
+def dropped(x, drop, key):
+    """x (BM, BN) after dropout; ``drop``: the words of the queries, the threshold and the factor."""
+    words, threshold, factor = drop
+    return tl.where(kept(words[0][:, None], words[1][:, None], key[None, :], threshold), x * factor, 0.0)
+
+
+@triton.jit
+def walk(state, q, q_position, drop, keys, met, scale, C: constexpr, EDGE: constexpr, SHIFTED: constexpr):
     """Take in the tiles of keys that this tile meets, run after run. EDGE: those to be masked, else the whole ones."""
     acc, m, mass = state
     K, V, k_stride, v_stride, padding, start, band = keys
-    scale, threshold, factor = numbers
     MASKED: constexpr = C.PADDING or (EDGE and C.RAGGED)
     tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
@@ -89,8 +95,7 @@ def walk(state, q, q_position, words, keys, met, numbers, C: constexpr, EDGE: co
             acc = scaled(acc, rescale[:, None])
             m = top
         if C.DROPOUT:
-            keep = kept(words[0][:, None], words[1][:, None], (start + position)[None, :], threshold)
-            weights = tl.where(keep, weights * factor, 0.0)
+            weights = dropped(weights, drop, start + position)
         v = load_rows(V + first * v_stride, steps, v_stride, valid, C, MASKED)
         acc = add_sums(acc, weights, v, C)
         entry, run, after = next_tile(entry, run, after, C.BN, C.SINGLE and not EDGE)
@@ -132,7 +137,7 @@ def forward_kernel(
         draw = tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group
         words = row_words(draw, start + q_position)
     keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + (sample * tokens + start), start, band_of(record, C)
-    met, numbers = (runs, tile), (scale, threshold, factor)
+    met, drop = (runs, tile), (words, threshold, factor)
     state = found_before(OUT, LSE, steps, heads, valid, C)
     PASSES: constexpr = C.PASSES
     sound = False
@@ -146,14 +151,14 @@ def forward_kernel(
             acc = scaled(acc, mass[:, None])
         state = acc, m, mass
         for number in tl.static_range(PASSES):  # the whole tiles, then those to be masked
-            state = walk(state, q, q_position, words, keys, met, numbers, C, number == 1, True)
+            state = walk(state, q, q_position, drop, keys, met, scale, C, number == 1, True)
         too_much = tl.where(state[2] < 1.2e30, 0, 1) | not_finite(state[0])
         sound = tl.max(too_much, 0) == 0
         if not sound:
             state = found_before(OUT, LSE, steps, heads, valid, C)
     if not sound:
         for number in tl.static_range(PASSES):
-            state = walk(state, q, q_position, words, keys, met, numbers, C, number == 1, False)
+            state = walk(state, q, q_position, drop, keys, met, scale, C, number == 1, False)
     acc, m, mass = state
     if C.ZEROS:
         begin, end = tl.load(record + BEGIN).to(int64), tl.load(record + END).to(int64)
@@ -172,10 +177,9 @@ def forward_kernel(
 
 
 @triton.jit
-def walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C: constexpr, EDGE: constexpr):
+def walk_keys(dq, q, dout, lse, slope, q_position, drop, keys, met, scale, C: constexpr, EDGE: constexpr):
     """Add what the keys that this tile meets send to dq. EDGE: tiles to be masked, else the whole ones."""
     K, V, k_stride, v_stride, padding, start, band = keys
-    scale, threshold, factor = numbers
     MASKED: constexpr = C.PADDING or (EDGE and C.RAGGED)
     tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
@@ -186,8 +190,7 @@ def walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C:
         weights = masked(weights, 0.0, q_position, position, valid, band, C, EDGE)
         dweights = products(dout, v, C)
         if C.DROPOUT:
-            keep = kept(words[0][:, None], words[1][:, None], (start + position)[None, :], threshold)
-            dweights = tl.where(keep, dweights * factor, 0.0)
+            dweights = dropped(dweights, drop, start + position)
         dq = add_sums(dq, weights * (dweights - slope[:, None]), k, C)
         entry, run, after = next_tile(entry, run, after, C.BN, C.SINGLE and not EDGE)
     return dq
@@ -225,11 +228,11 @@ def dq_kernel(
         words = row_words(draw, start + q_position)
     K, V = row_at(K, k_strides, sample, start, kv_head), row_at(V, v_strides, sample, start, kv_head)
     keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + sample * tokens + start, start, band_of(record, C)
-    met, numbers = (runs, tile), (scale, threshold, factor)
+    met, drop = (runs, tile), (words, threshold, factor)
     dq = zeros(C.BM, C.BD, C.BE)
     PASSES: constexpr = C.PASSES
     for number in tl.static_range(PASSES):
-        dq = walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C, number == 1)
+        dq = walk_keys(dq, q, dout, lse, slope, q_position, drop, keys, met, scale, C, number == 1)
     DQ += row * C.D
     store_rows(DQ, steps, heads * C.D, valid, scaled(dq, plain_scale), C, C.AGAIN)
     if C.FILLS:

@@ -72,8 +72,8 @@ def find_tile(number, asked, RECTS: constexpr, BN: constexpr, CAUSAL: constexpr,
     for i in tl.static_range(len(RECTS.branch)):
         query, query_span, key, span, tiles, count = met(asked, RECTS, i, BN, CAUSAL)
         this = (
-            key, span, tiles, zero + RECTS.key_step[i], number - before, zero + RECTS.branch[i], zero + RECTS.period[i],
-            query, zero + RECTS.query_step[i], query_span, zero + RECTS.low[i], zero + RECTS.high[i],
+            key, span, tiles, RECTS.key_step[i], number - before, RECTS.branch[i], RECTS.period[i],
+            query, RECTS.query_step[i], query_span, RECTS.low[i], RECTS.high[i],
         )  # fmt: skip
         tile = select((number >= before) & (number < before + count), this, tile)
         before += count

@@ -97,9 +97,9 @@ def row_products(x, y):
 @triton.jit
 def products(x, y, C: constexpr):
     """(R, C): all rows of x times all rows of y."""
-    found = tl.dot(x[0], tl.trans(y[0]), input_precision=C.PRECISION)
-    if len(x) == 2:
-        found = tl.dot(x[1], tl.trans(y[1]), found, input_precision=C.PRECISION)
+    found = None
+    for part in tl.static_range(len(x)):
+        found = tl.dot(x[part], tl.trans(y[part]), found, input_precision=C.PRECISION)
     return found
 
 
