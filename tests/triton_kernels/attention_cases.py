@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, functional, testing
+from dilated_attention import Blocks, DilatedPattern, Pattern, dilated_attention, functional, testing
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import dispatch, launch, table
 from dilated_attention.backends.triton.cache import CACHE
@@ -190,6 +190,11 @@ def test_rows_in_no_branch_are_not_read(widths: list[int], tokens: int, is_causa
 def test_nothing_to_do(samples: int, tokens: int) -> None:
     got = run(make(tokens, samples=samples), ONE, torch.empty(samples, tokens, 2, 16, device=DEVICE))
     assert got.out.shape == got.dk.shape == (samples, tokens, 2, 16)
+
+
+def test_listed_blocks_beyond_the_sequence() -> None:
+    out = dilated_attention(*make(20), Pattern([Blocks(64, [(3, 3)])]), backend="triton")
+    assert (out == 0).all()
 
 
 def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ def launches(call: Call) -> tuple[Nests, ...]:
         placed = call.placed(group[-1])  # a nested branch's offset is that of the last, modulo its rate
         if placed:
             heads, offsets = zip(*placed, strict=True)
-            nests.append(Nest(group[0], *_numbers(call.dilated, group), heads[0], offsets))
+            widths, rates = zip(*(call.dilated.branches[i] for i in group), strict=True)
+            nests.append(Nest(group[0], widths, rates, heads[0], offsets))
     if call.dilated.head_rule.splits_heads:  # different heads: all at once
         return (tuple(nests),)
     return tuple((nest,) for nest in nests)
@@ -61,13 +62,8 @@ def groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> tuple[Ints,
     return tuple(found)
 
 
-def _numbers(pattern: DilatedPattern, group: Ints) -> tuple[Ints, Ints]:
-    """The lengths of some branches, and their rates."""
-    return tuple(pattern.segment_lengths[i] for i in group), tuple(pattern.dilation_rates[i] for i in group)
-
-
 def _joins(pattern: DilatedPattern, group: Ints, branch: int, is_causal: bool) -> bool:
-    widths, rates = _numbers(pattern, (*group, branch))
+    widths, rates = zip(*(pattern.branches[i] for i in (*group, branch)), strict=True)
     if not are_nested(widths, rates) or widths[-1] // widths[0] * rates[-1] > MOST_TILES:
         return False
     apart = _work(widths[:-1], rates[:-1], is_causal) * (widths[-1] // widths[-2])

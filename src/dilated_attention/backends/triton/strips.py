@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +39,8 @@ class Strip:
     period: int
     mine: Array  # (M, 3): start, step and stop of queries, or of keys where programs have tiles of keys
     met: Array  # (K, 5): which of mine, rising; start, step, stop, and 1
+    turn: int = 0  # the number of its launch, of those of the branch
+    start: int = 0  # of all positions
     head: int = 0
     heads: int = 0
 
@@ -73,13 +73,12 @@ def _launches(call: Call, of_keys: bool) -> tuple[Strips, ...] | None:
                 return None
             shared.setdefault(rects, []).extend(some)
         strips = [
-            (turn, replace(strip, head=first, heads=stop - first))
+            replace(strip, head=first, heads=stop - first)
             for rects, heads in shared.items()
-            for turn, strip in ([(0, _listed(call, branch, of_keys))] if is_listed else _strips(branch, rects))
+            for strip in (_listed(call, branch, of_keys) if is_listed else _strips(branch, rects))
             for first, stop in stretches(sorted(heads))
         ]
-        turns = grouped(strips, operator.itemgetter(0))
-        found += [tuple(strip for _, strip in turns[turn]) for turn in sorted(turns)]
+        found += [tuple(some) for _, some in sorted(grouped(strips, lambda strip: strip.turn).items())]
     return tuple(found)
 
 
@@ -98,8 +97,8 @@ def _rects(call: Call, branch: int, head: int, of_keys: bool) -> tuple[Rect, ...
     return tuple(found)
 
 
-def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
-    """Each with the number of its launch: rectangles with the same limits are one strip."""
+def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[Strip]:
+    """Rectangles with the same limits are one strip."""
     together: dict[Hashable, list[Rect]] = {}
     for rect in rects:
         mine = rect.queries
@@ -118,7 +117,7 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
         met += [(len(owned), x.start, x.step, x.last + 1, 1) for x in _adjoined(rect.keys for rect in some)]
         owned.append((longest.queries.start, longest.queries.step, longest.queries.last + 1))
     for turn, rect, owned, met in strips.values():
-        yield turn, Strip(branch, *rect[2:], np.array(owned), np.array(met))
+        yield Strip(branch, *rect[2:], np.array(owned), np.array(met), turn)
 
 
 def _meets(rect: Rect, others: list[Rect]) -> bool:
@@ -148,8 +147,8 @@ def _adjoined(keys: Iterable[Rows]) -> list[Rows]:
     return joined
 
 
-def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
-    """The blocks as one strip: a list may have a million, which rectangles would take a minute for."""
+def _listed(call: Call, branch: int, of_keys: bool) -> Iterator[Strip]:
+    """The blocks as one strip, if any is there: a list may have a million, which rectangles would take a minute for."""
     blocks = call.branches[branch]
     assert isinstance(blocks, Blocks)
     size, pairs = blocks.size, np.array(blocks.pairs)
@@ -165,47 +164,38 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Strip:
         after = np.append(first, len(own))[1:]
         numbers, which = np.unique(own, return_inverse=True)
         ends = (np.minimum((x + 1) * size, end - begin) + begin for x in (numbers, other[after - 1]))
-        ones, more = np.ones_like(numbers), np.ones_like(first)
-        rows.append(np.stack([begin + numbers * size, ones, next(ends)], 1))
-        runs.append(np.stack([before + which[first], begin + other[first] * size, more, next(ends), more], 1))
+        rows.append(np.stack(np.broadcast_arrays(begin + numbers * size, 1, next(ends)), 1))
+        met = before + which[first], begin + other[first] * size, 1, next(ends), 1
+        runs.append(np.stack(np.broadcast_arrays(*met), 1))
         before += len(numbers)
     low, high = (0 if call.is_causal and is_later else None for is_later in (of_keys, not of_keys))
-    return Strip(branch, low, high, 1, 0, np.concatenate(rows), np.concatenate(runs))
+    if before:
+        yield Strip(branch, low, high, 1, 0, np.concatenate(rows), np.concatenate(runs))
 
 
 # --- tiles --------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Rows and what they meet, as of `tiling.tiles_of`, at positions from ``start`` on, so many times."""
-
-    start: int
-    period: int
-    repeats: int
-    mine: Array
-    met: Array
-
-
-def pieces(strip: Strip, own: int) -> Iterator[Piece]:
-    """What the table of a strip has."""
+def pieces(strip: Strip, own: int) -> list[Strip]:
+    """What the table of a strip has: all of it, or its first tiles, its last, and one for all in between."""
     inner = _inner(strip, own)
     if len(inner) < 3:
-        yield Piece(0, strip.period, strip.repeats, _counted(strip.mine, own), strip.met)
-        return
+        return [strip]
     start, step, stop = strip.mine[0].tolist()
     size = own * step
-    for first, end in ((start, start + inner.start * size), (start + inner.stop * size, stop)):
-        if first < end:
-            yield Piece(0, 0, 1, _counted(np.array([[first, step, end]]), own), strip.met)
-    at = start + inner.start * size
-    around = strip.met - np.array([0, at, 0, at + (len(inner) - 1) * size, 0])  # rows that are there for all of them
-    yield Piece(at, size, len(inner), np.array([[0, step, size, 1]]), around)
+    at, last = (start + number * size for number in (inner.start, inner.stop))
+    ends = [np.array([[first, step, end]]) for first, end in ((start, at), (last, stop)) if first < end]
+    around = strip.met - np.array([0, at, 0, last - size, 0])  # rows that are there for all of them
+    return [
+        *(replace(strip, mine=mine, period=0) for mine in ends),
+        replace(strip, mine=np.array([[0, step, size]]), met=around, start=at, period=size, repeats=len(inner)),
+    ]
 
 
-def _counted(mine: Array, own: int) -> Array:
-    """With the number of tiles."""
+def tiles_in(mine: Array, own: int) -> Array:
+    """How many tiles the rows of a strip fill."""
     start, step, stop = mine.T
-    return np.column_stack([mine, -((start - stop) // (step * own))])
+    return -((start - stop) // (step * own))
 
 
 def _inner(strip: Strip, own: int) -> range:
@@ -238,8 +228,5 @@ def cover(nests: Nests | Strips, call: Call) -> bool:
     """Whether the first launch writes every row of every head."""
     if isinstance(nests[0], Nest):
         return fills(nests) or all(nest.rates[0] == 1 for nest in nests)
-    rows = 0
-    for strip in nests:
-        start, step, stop = strip.mine.T
-        rows += strip.heads * strip.repeats * int((-((start - stop) // step)).sum())
+    rows = sum(strip.heads * strip.repeats * int(tiles_in(strip.mine, 1).sum()) for strip in nests)
     return rows == call.kv_heads * call.queries

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilated_attention.backends.triton.strips import NONE, Piece, Strip, Strips, pieces
+from dilated_attention.backends.triton.strips import NONE, Strip, Strips, pieces, tiles_in
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, tiles_of, tiling
+from dilated_attention.branches.base import grouped
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import MAX_BRANCHES
 
@@ -105,28 +106,25 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 def _made(demand: Demand) -> Table:
     nests = demand.nests
     made = _of_strips(demand, nests) if isinstance(nests[0], Strip) else _of_nests(demand, nests)
-    sections, parts, variants, widest_step, single, are_many = made
+    sections, parts, variants, single, are_many = made
     kept = sections[:, 0] != NEVER
     here = Section._make(sections.T)
     many = demand.samples * demand.group * here.heads * here.periods * here.tiles * kept
     programs = int(many.sum())
     sections[kept, 0] = (many.cumsum() - many)[kept]
-    # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = widest_step * max(demand.own, demand.other) * demand.widest_stride
-    dtype = torch.int64 if max(steps, demand.cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
     count = len(sections)
     numbers: list[Any] = [sections.ravel(), variants]
     if are_many:  # how many sections, with and without filling, and the first program of each, in LANES
         filling = -count % LANES
         numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
-    data, tiles, runs = _joined(np.concatenate(numbers), parts, dtype, demand.device)
+    data, tiles, runs = _joined(np.concatenate(numbers), parts, demand, max(programs, sections.max()))
     edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
     return Table(data, tiles, runs, 0 if are_many else count, programs, single, edges, ragged)
 
 
-# (S, 16) sections without their programs; what they have; variants; the widest step from row to row; whether all whole
-# tiles of a program are one run, and whether sections are so many that programs look for theirs
-Made = tuple[Array, list[Tiling], list[int], int, bool, bool]
+# (S, 16) sections without their programs; what they have; variants; whether all whole tiles of a program are one run,
+# and whether sections are so many that programs look for theirs
+Made = tuple[Array, list[Tiling], list[int], bool, bool]
 
 
 def _of_nests(demand: Demand, nests: Nests) -> Made:
@@ -141,38 +139,33 @@ def _of_nests(demand: Demand, nests: Nests) -> Made:
         found = Section(0, *stretches, *about)
         # without a tail a section that no program is in, as kernels are compiled for their number
         none = [found._replace(program=NEVER, periods=1, tiles=1)] if len(which) == 1 else []
-        rows += [np.stack([np.broadcast_to(x, which.shape) for x in some], 1) for some in (found, *none)]
+        rows += [np.stack(np.broadcast_arrays(*some), 1) for some in (found, *none)]
         variants += map(offsets.index, nest.offsets)
     single = all(len(nest.widths) == 1 for nest in nests)
-    widest_step = max(nest.rates[-1] for nest in nests)
-    return np.concatenate(rows), parts, variants, widest_step, single, len(demand.cu_seqlens) > 2
+    return np.concatenate(rows), parts, variants, single, len(demand.cu_seqlens) > 2
 
 
 def _of_strips(demand: Demand, strips: Strips) -> Made:
     """Sections that are many are looked for as those of packed sequences are."""
     rows, parts, tile = [], [], 0
-    end = demand.cu_seqlens[-1]
-    alike: dict[Any, list[tuple[Strip, Piece]]] = {}  # all that share limits are made at once
-    for strip in strips:
-        alike.setdefault((strip.low, strip.high), []).extend((strip, piece) for piece in pieces(strip, demand.own))
-    for (low, high), some in alike.items():
+    every = (piece for strip in strips for piece in pieces(strip, demand.own))
+    for (low, high), alike in grouped(every, lambda piece: (piece.low, piece.high)).items():  # made at once
         limits = (-NONE if low is None else low), (NONE if high is None else high)
-        met, many = [], 0
-        for strip, piece in some:
-            tiles = int(piece.mine[:, 3].sum())
-            place = 0, piece.start, piece.period, piece.repeats, 0, end, strip.head, strip.heads
-            rows.append(Section(*place, tile, tiles, 0, 0, strip.branch, 0, *limits))
-            tile += tiles
+        mine, met, many = [], [], 0
+        for piece in alike:
+            counts = tiles_in(piece.mine, demand.own)
+            place = 0, piece.start, piece.period, piece.repeats, 0, demand.cu_seqlens[-1], piece.head, piece.heads
+            rows.append(Section(*place, tile, int(counts.sum()), 0, 0, piece.branch, 0, *limits))
+            tile += rows[-1].tiles
+            mine.append(np.column_stack([piece.mine, counts]))
             met.append(piece.met + np.array([many, 0, 0, 0, 0]))
-            many += len(piece.mine)
-        mine, rows_met = (torch.from_numpy(np.concatenate(x)) for x in ([piece.mine for _, piece in some], met))
-        parts.append(tiles_of(mine, rows_met, low, high, demand.own, demand.other))
+            many += len(counts)
+        own, others = (torch.from_numpy(np.concatenate(x)) for x in (mine, met))
+        parts.append(tiles_of(own, others, low, high, demand.own, demand.other))
     if len(rows) == 1:
         rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
-    variants = [0] * max(strip.heads for strip in strips)
-    widest_step = max(int(rows[:, 1].max()) for strip in strips for rows in (strip.mine, strip.met[:, 1:]))
     single = all(len(strip.met) == len(strip.mine) for strip in strips)
-    return np.array(rows), parts, variants, widest_step, single, len(rows) > 2
+    return np.array(rows), parts, [0] * max(strip.heads for strip in strips), single, len(rows) > 2
 
 
 # Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each.
@@ -219,9 +212,9 @@ def _placed(parts: list[Tiling], nest: Nest, offsets: Ints, lengths: Ints, deman
     return found
 
 
-def _joined(sections: Array, parts: list[Tiling], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _joined(sections: Array, parts: list[Tiling], demand: Demand, largest: int) -> tuple[Tensor, ...]:
     """All that kernels read: one tensor, cut into three, and moved at once if all was made on the host."""
-    where = CPU if all(part.runs.device.type == "cpu" for part in parts) else device
+    where = CPU if all(part.runs.device.type == "cpu" for part in parts) else demand.device
     after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=where)  # after the last run: read, not used
     runs = torch.cat([*(part.runs.to(where) for part in parts), after])
     logs = torch.arange(1, MAX_BRANCHES + 1, device=where, dtype=torch.float64).log2().float().view(torch.int32)
@@ -231,7 +224,11 @@ def _joined(sections: Array, parts: list[Tiling], dtype: torch.dtype, device: to
     tiles = torch.cat([part.tiles.to(where) + first * indices for part, first in zip(parts, made, strict=False)])
     flat = [torch.as_tensor(sections, device=where), tiles.view(-1), runs.view(-1)]
     padded = [functional.pad(x, (0, -len(x) % 4)) for x in flat]  # each aligned as Triton likes it
-    return torch.cat(padded).to(dtype).to(device).split_with_sizes([len(x) for x in padded])
+    # 32 bits are enough unless an offset inside a tile or a position needs more
+    steps = int(torch.maximum(tiles[:, 1].max(), runs[:, 1].max())) * max(demand.own, demand.other)
+    is_wide = max(steps * demand.widest_stride, demand.cu_seqlens[-1], largest) >= 2**31
+    data = torch.cat(padded).to(torch.int64 if is_wide else torch.int32)
+    return data.to(demand.device).split_with_sizes([len(x) for x in padded])
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)

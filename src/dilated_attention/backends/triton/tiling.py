@@ -100,11 +100,7 @@ def tiling(
     mine = first[0, :, None] + start[:, None], steps, last[0, :, None], many_tiles
     which = torch.arange(many, device=where).view(len(offsets), -1, 1) * len(step) + kind
     met = which, first[region].T + start[:, None, met_kind], steps[met_kind], last[region].T, times
-    shapes = (len(offsets), len(period), len(step)), (len(offsets), len(period), len(kind))
-    rows, rows_met = (
-        torch.stack([x.expand(shape) for x in columns], -1).view(-1, len(columns))
-        for shape, columns in zip(shapes, (mine, met), strict=True)
-    )
+    rows, rows_met = (torch.stack(torch.broadcast_tensors(*x), -1).view(-1, len(x)) for x in (mine, met))
     return tiles_of(rows, rows_met, *LIMITS[sees], own, other)._replace(counts=counts)
 
 
