@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -32,24 +31,23 @@ class LaunchCache:
                 made, device = make(), key[0]
                 self.nbytes[device] += made.nbytes()
                 if self.nbytes[device] > self.most_bytes:
-                    self.forget(device, self.nbytes[device] - self.most_bytes // 2)
+                    self.forget(device, self.most_bytes // 2)
                 self.kept[key] = made
             return self.kept[key]
 
-    def forget(self, device: torch.device, nbytes: float = math.inf) -> None:
-        """Drop the oldest of a device. Its memory is free the next time, when the device was waited for."""
+    def forget(self, device: torch.device, most: int = -1) -> None:
+        """Drop the oldest of a device, until ``most`` bytes are left, or all. Their memory is free the next time, when
+        the device was waited for."""
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return
             torch.cuda.synchronize(device)
         self._dropped[device] = []
         for key in [key for key in self.kept if key[0] == device]:
-            if nbytes <= 0:
+            if self.nbytes[device] <= most:
                 break
-            dropped = self.kept.pop(key)
-            self._dropped[device].append(dropped)
-            self.nbytes[device] -= dropped.nbytes()
-            nbytes -= dropped.nbytes()
+            self._dropped[device].append(self.kept.pop(key))
+            self.nbytes[device] -= self._dropped[device][-1].nbytes()
 
     def clear(self) -> None:
         """Forget everything. A CUDA graph with calls of ours must not be replayed after it."""

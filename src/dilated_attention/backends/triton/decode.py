@@ -52,7 +52,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
     parts, part_lse = out, lse
     if c.splits > 1:
         parts = torch.empty((*q.shape[:3], c.splits, dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((*q.shape[:3], c.splits), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(parts.shape[:4], dtype=torch.float32, device=q.device)
     start, step = (call.start, 0) if positions is None else (0, positions.stride(0))
     mask, mask_strides = (None, (0, 0)) if padding is None else (padding.view(torch.uint8), padding.stride())
     block_dim = max(16, triton.next_power_of_2(dim))

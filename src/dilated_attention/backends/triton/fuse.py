@@ -28,7 +28,6 @@ from triton.language import constexpr, float32, int64
 
 from dilated_attention.backends.triton.launch import Launch
 from dilated_attention.backends.triton.tiles import NOTHING
-from dilated_attention.checks import Ints
 
 BLOCK = 4096  # numbers in a program: many programs a processor, each with loads enough to wait for
 PER_WARP = 1024
@@ -146,13 +145,13 @@ def put_kernel(
 def put_(target: Tensor, part: Tensor, add: bool) -> None:
     """target = part or target += part."""
     if target.numel():
-        _prepared(put_kernel, *_about(target), *_about(part), add)(target, part)
+        _prepared(put_kernel, _about(target), _about(part), add)(target, part)
 
 
 def zero_(target: Tensor) -> None:
     """As target.zero_(), which takes longer for some heads of a tensor than for all."""
     if target.numel():
-        _prepared(put_kernel, *_about(target), *_about(target), False, True)(target, target)
+        _prepared(put_kernel, _about(target), _about(target), False, True)(target, target)
 
 
 def merge_(
@@ -167,25 +166,26 @@ def merge_(
         given, number = [out, lse, part, part_lse], [log_zeros]
         if isinstance(log_zeros, Tensor):
             given, number = [*given, log_zeros], []
-        _prepared(merge_kernel, *_about(out), *_about(part), first, bool(number), (*number, *part_lse.stride()))(*given)
+        _prepared(merge_kernel, _about(out), _about(part), first, bool(number), (*number, *part_lse.stride()))(*given)
 
 
-def _about(x: Tensor) -> tuple[Any, ...]:
+About = tuple[Any, Any, torch.dtype, torch.device]  # a tensor: its shape, strides, dtype and device
+
+
+def _about(x: Tensor) -> About:
     return x.shape, x.stride(), x.dtype, x.device
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    kernel: Any, shape: Ints, strides: Ints, dtype: torch.dtype, device: torch.device, _: Any,
-    part_strides: Ints, part_dtype: torch.dtype, part_device: torch.device, flag: bool,
-    is_number: bool = False, numbers: tuple[Any, ...] = (),
-) -> Launch:  # fmt: skip
+    kernel: Any, target: About, part: About, flag: bool, is_number: bool = False, numbers: tuple[Any, ...] = ()
+) -> Launch:
     """A launch for tensors of this kind. (Triton itself would look at all of a launch's arguments each time.)"""
-    batch, rows, heads, dim = shape
-    both = (*strides[:3], *part_strides[:3])
+    (batch, rows, heads, dim), strides, _, device = target
+    both = (*strides[:3], *part[1][:3])
     columns = 1 << (dim - 1).bit_length()  # triton.next_power_of_2 takes microseconds
     block = min(1 << (rows - 1).bit_length(), max(1, BLOCK // columns))
-    is_wide = block * max(strides[1], part_strides[1]) >= 2**31
+    is_wide = block * max(both[1], both[4]) >= 2**31
     constants = Shape(dim, columns, block, math.gcd(8, *both), is_wide, flag, is_number, True)
     options = {"num_warps": max(1, min(8, block * columns // PER_WARP))}
     return Launch(kernel, device, batch * heads * -(-rows // block), (*numbers, *both, rows, heads), constants, options)

@@ -28,9 +28,9 @@ from dilated_attention.checks import Ints
 LOG2E = 1.4426950408889634
 FLOAT = torch.float32
 KERNELS: dict[str, tuple[Any, str]] = {  # and the tensors that each takes
-    "forward": (forward_kernel, "q k v out lse padding ends seed"),
-    "dq": (dq_kernel, "q k v dout out lse dlse dq stats padding seed"),
-    "dkdv": (dkdv_kernel, "q k v dout stats dk dv padding seed"),
+    "forward": (forward_kernel, "q k v result lse padding ends seed"),
+    "dq": (dq_kernel, "q k v dout out lse dlse result stats padding seed"),
+    "dkdv": (dkdv_kernel, "q k v dout stats result result padding seed"),
 }
 
 Strides = tuple[Ints, ...]  # of q, k and v, and of dout in the backward pass
@@ -48,32 +48,34 @@ def prepare(
     group, cu_seqlens = 1 if of_keys else call.q_per_kv, call.borders
     found = table(Demand(nests, call.samples, cu_seqlens, group, own, other, sees, widest, call.device))
     aligned = [dim, *(stride for each in strides for stride in each[:3])]
-    # a running maximum costs a sixth of the time; float16 has too few exponents to do without
     strips = [each for each in nests if isinstance(each, Strip)]
-    shifted = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops) and all(map(shows_itself, strips))
+    has_own_key = all(map(shows_itself, strips))
     has_band = any((strip.low, strip.high) != (None, None) for strip in strips)
     constants = Constants(
         found.parts, dim, *_columns(dim), *config[:2], call.is_causal and not strips,
-        call.has_padding, call.drops, has_band, call.has_padding or not all(map(shows_itself, strips)),
+        call.has_padding, call.drops, has_band, call.has_padding or not has_own_key,
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
         all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, not again and fills(nests),
-        call.adds_zeros, shifted, has_dlse and kernel == "dq", call.q_per_kv > 1,
+        call.adds_zeros,
+        # a running maximum costs a sixth of the time; float16 has too few exponents to do without
+        call.dtype is torch.bfloat16 and not (call.has_padding or call.drops) and has_own_key,
+        has_dlse and kernel == "dq", call.q_per_kv > 1,
     )  # fmt: skip
     q = call.dtype  # stands in for what is not there
     dtypes = {
-        **dict.fromkeys(("out",) if kernel == "forward" else ("dq", "dk", "dv"), out_dtype),
-        "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
+        "result": out_dtype, "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
         "seed": torch.int64 if call.drops else q, "padding": torch.bool if call.has_padding else q,
         "ends": torch.int64 if call.has_padding and call.adds_zeros else q,
     }  # fmt: skip
     function, names = KERNELS[kernel]
-    given = tuple(dtypes.get(name, q) for name in names.split())
     options = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers:
         options["maxnreg"] = config.registers
-    numbers = (*strides, *_numbers(call))
-    return Launch(function, call.device, found.programs, numbers, constants, options, given, found, kernel)
+    given = tuple(dtypes.get(name, q) for name in names.split())
+    return Launch(
+        function, call.device, found.programs, (*strides, *_numbers(call)), constants, options, given, found, kernel
+    )
 
 
 def _columns(head_dim: int) -> tuple[int, int, int]:
@@ -95,7 +97,7 @@ def _numbers(call: Call) -> tuple[float, ...]:
 class Launch:
     """A kernel with its numbers and constants, and its table if it has one; called with tensors, in the kernel's order.
 
-    An optional tensor that is not there is never read: any other one stands in for it.
+    An optional tensor that is None is never read: the first one stands in for it.
     """
 
     def __init__(
@@ -121,13 +123,14 @@ class Launch:
             made = self.kernel.warmup(*self.dtypes, *self.given, grid=self.grid, **self.options)
             made[self.grid]  # which Triton 3.6 compiles in C, for half a second
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self(*tensors)
+                self(first, *others)
             return
         if self.on_device and torch.cuda.is_current_stream_capturing():
             CACHE.pinned.add(self)
+        tensors = [first, *(first if x is None else x for x in others)]
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart

@@ -66,7 +66,7 @@ def _joins(pattern: DilatedPattern, group: Ints, branch: int, is_causal: bool) -
     widths, rates = zip(*(pattern.branches[i] for i in (*group, branch)), strict=True)
     if not are_nested(widths, rates) or widths[-1] // widths[0] * rates[-1] > MOST_TILES:
         return False
-    apart = _work(widths[:-1], rates[:-1], is_causal) * (widths[-1] // widths[-2])
+    apart: float = _work(widths[:-1], rates[:-1], is_causal) * (widths[-1] // widths[-2])
     return _work(widths, rates, is_causal) <= apart + _work(widths[-1:], rates[-1:], is_causal)
 
 

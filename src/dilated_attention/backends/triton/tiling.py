@@ -100,7 +100,8 @@ def tiling(
     mine = first[0, :, None] + start[:, None], steps, last[0, :, None], many_tiles
     which = torch.arange(many, device=where).view(len(offsets), -1, 1) * len(step) + kind
     met = which, first[region].T + start[:, None, met_kind], steps[met_kind], last[region].T, times
-    rows, rows_met = (torch.stack(torch.broadcast_tensors(*x), -1).view(-1, len(x)) for x in (mine, met))
+    both = ((torch.broadcast_tensors(*x), len(x)) for x in (mine, met))  # type: ignore[no-untyped-call]
+    rows, rows_met = (torch.stack(x, -1).view(-1, many) for x, many in both)
     return tiles_of(rows, rows_met, *LIMITS[sees], own, other)._replace(counts=counts)
 
 
