@@ -39,12 +39,11 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
     padding, positions = inputs.padding, inputs.positions
     q, k, v = inputs.q.resolve_neg(), inputs.k.resolve_neg(), inputs.v.resolve_neg()
     samples, queries, heads, dim = q.shape
-    tokens, kv_heads = k.shape[1], k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    group = heads // kv_heads
+    group = call.q_per_kv
     c = configure(call) if config is None else config
     rects = endless(call.pattern, call.model_heads)
     ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
@@ -57,9 +56,9 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
     mask, mask_strides = (None, (0, 0)) if padding is None else (padding.view(torch.uint8), padding.stride())
     block_dim = max(16, triton.next_power_of_2(dim))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        decode_kernel[(tiles * kv_heads * samples, c.splits)](
+        decode_kernel[(tiles * call.kv_heads * samples, c.splits)](
             q, k, v, mask, positions, ends, parts, part_lse,
-            start, queries, tokens, c.splits, kv_heads, call.first_head, call.scale, step,
+            start, queries, call.keys, c.splits, call.kv_heads, call.first_head, call.scale, step,
             *mask_strides, q.stride(), k.stride(), v.stride(),
             RECTS=EndlessRect._make(zip(*rects, strict=True)), GROUP=group, D=dim, BD=block_dim, BM=c.rows, BN=c.keys,
             SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal, ZEROS=call.adds_zeros,

@@ -73,19 +73,16 @@ def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> Pair:
 
 def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) -> Pair:
     """The same call in parts, each of some of the heads. (A backward pass has no parts.)"""
-    out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
-    group = call.q_per_kv
-    for first in range(0, call.kv_heads, most):
-        last = min(first + most, call.kv_heads)
-        kv, rows = slice(first, last), slice(first * group, last * group)
-        some = inputs._replace(q=inputs.q[:, :, rows], k=inputs.k[:, :, kv], v=inputs.v[:, :, kv])
-        part = call._replace(
-            heads=(last - first) * group, kv_heads=last - first, first_head=call.first_head + first,
-            total_heads=call.model_heads,
-        )  # fmt: skip
-        found, lse[:, :, rows] = _unrounded(part, some, is_part=True)
-        fuse.put_(out[:, :, rows], found, add=False)  # rounded as it is copied
+    out, first = torch.empty_like(inputs.q, memory_format=torch.contiguous_format), call.first_head
+    every = (*inputs[:3], out, lse)
+    some = (x.split(most * x.shape[2] // call.kv_heads, 2) for x in every)  # type: ignore[no-untyped-call]
+    for q, k, v, some_out, some_lse in zip(*some, strict=True):
+        part = call._replace(heads=q.shape[2], kv_heads=k.shape[2], first_head=first, total_heads=call.model_heads)
+        found, found_lse = _unrounded(part, inputs._replace(q=q, k=k, v=v), is_part=True)
+        some_lse.copy_(found_lse)
+        fuse.put_(some_out, found, add=False)  # rounded as it is copied
         del found  # its memory is free before the next heads begin
+        first += k.shape[2]
     return out, lse
 
 
