@@ -126,31 +126,23 @@ def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     starts = torch.tensor(cut, device="cpu")
     rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(6, len(cut) - 1)
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
-        numbers[5, reader], numbers[0, reader], lanes = _of_queries(call, index, first, stop, cut[-1])
+        # far from the beginning it is the same as near to it
+        shift, length = moved_to(call.branches[index], call.branches, range(first, stop), cut[-1])
+        numbers[5, reader], numbers[0, reader], lanes = _near(call, index, range(first - shift, stop - shift), length)
         if lanes:
-            start, step, length, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
-            rows[reader] = (times * rows_before(starts, start, step).minimum(length).diff()).sum(0)
+            start, step, most, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
+            rows[reader] = (times * rows_before(starts - shift, start, step).minimum(most).diff()).sum(0)
     numbers[1] = rows.tril().amax(0) + rows.triu().amax(0)
     return rows, numbers
 
 
-# Of some queries in a branch: pairs, queries that see keys before or after all of them, and those keys, each once:
-# start, step, length, and of how many heads.
-OfQueries = tuple[int, int, list[Ints]]
-
-
-def _of_queries(call: Call, index: int, first: int, stop: int, n: int) -> OfQueries:
-    """Far from the beginning it is the same as near to it."""
-    shift, length = moved_to(call.branches[index], call.branches, range(first, stop), n)
-    pairs, seeing, lanes = _near(call, index, range(first - shift, stop - shift), length)
-    return pairs, seeing, [(start + shift, *others) for start, *others in lanes]
-
-
 @functools.lru_cache(maxsize=1 << 12)
-def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
+def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, int, list[Ints]]:
+    """Of some queries in a branch: pairs, queries that see keys before or after all of them, and those keys, each once:
+    start, step, length, and of how many heads."""
     pairs, seeing, lanes = 0, 0, list[Ints]()
     for head, times in kinds_of_heads(call, index) if queries else ():
-        parts = list(call.parts(index, head - call.first_head, queries, n))
+        parts = list(call.parts(index, head, queries, n))
         rects = [
             one
             for rect, _ in parts
@@ -159,7 +151,7 @@ def _near(call: Call, index: int, queries: range, n: int) -> OfQueries:
             for one in part.singles()
             if not one.is_empty
         ]
-        pairs += times * count_pairs(parts, head)
+        pairs += times * count_pairs(parts, call.first_head + head)
         seeing += times * sum(rows.length for rows in {rect.queries for rect in rects})
         by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
         for (step, _), some in by_step.items():
@@ -173,4 +165,4 @@ def kinds_of_heads(call: Call, index: int) -> list[Pair]:
     """One of each kind of heads that see the same in a branch, and how many there are."""
     is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
     kinds = grouped(call.placed(index), lambda placed: placed[1:] if is_alone else call.looks(placed[0]))
-    return [(call.first_head + some[0][0], len(some)) for some in kinds.values()]
+    return [(some[0][0], len(some)) for some in kinds.values()]
