@@ -26,7 +26,6 @@ from dilated_attention.call import Call, accumulate_dtype, checked_cu_seqlens, s
 INPUTS, SEED, CU_SEQLENS = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("cu_seqlens")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 PLAIN = (Tensor, torch.nn.Parameter)
-Saved = Sequence[Any]  # the inputs, out and lse
 NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
@@ -69,23 +68,22 @@ class Direct:
     def forward(self, inputs: Inputs) -> Pair:
         return run.forward(self.call.now(inputs.q), inputs)  # vmap gives more samples
 
-    def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
-        return run.backward(self.call.now(saved[0]), Inputs(*saved[:INPUTS]), *saved[INPUTS:], *sent)
+    def backward(self, *given: Any) -> Gradients:
+        """``given``: the inputs, out, lse, and what comes back of both."""
+        return run.backward(self.call.now(given[0]), Inputs(*given[:INPUTS]), *given[INPUTS:])
 
 
 @dataclass(slots=True)
 class Registered:
     """The way to the registered ops, for tensors that something looks at."""
 
-    keyset: Any
     packed: Sequence[Any]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> Pair:
-        op = torch.ops.dilated_attention.forward_2.default
-        return _below_autograd(op, self.keyset, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
+        return _below_autograd(FORWARD, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
 
-    def backward(self, saved: Saved, *sent: Tensor | None) -> Gradients:
-        return torch.ops.dilated_attention.backward_2(*sent, list(saved), *self.packed)  # type: ignore[no-any-return]
+    def backward(self, *given: Any) -> Gradients:
+        return BACKWARD(*given[-2:], list(given[:-2]), *self.packed)  # type: ignore[no-any-return]
 
 
 class Mapped(torch.autograd.Function):
@@ -132,10 +130,10 @@ class Attention(Mapped):
         saved, way = ctx.saved_tensors, ctx.way
         if isinstance(way, Direct):
             if torch.is_grad_enabled() or not is_plain(dout, dlse):
-                return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
+                return (*Refusing.apply(*saved, dout, dlse, way.backward, NOT_TWICE), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
             if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
-                way = Registered(None, way.call.packed())
-        return (*way.backward(saved, dout, dlse), *NO_GRADIENTS)
+                way = Registered(way.call.packed())
+        return (*way.backward(*saved, dout, dlse), *NO_GRADIENTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -147,21 +145,24 @@ class Attention(Mapped):
 _apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
-class Backward(Mapped):
-    """The backward pass where something looks at it: vmap, or someone who would differentiate it again."""
+class Refusing(Mapped):
+    """What has no derivative, where something looks at it: vmap, or someone who would differentiate it.
+
+    It is given tensors, what computes the result from them, and the words of the error.
+    """
 
     @staticmethod
-    def forward(*given: Any) -> Gradients:
-        *saved, dout, dlse, way = given
-        return way.backward(saved, dout, dlse)  # type: ignore[no-any-return]
+    def forward(*given: Any) -> Any:
+        *tensors, compute, _ = given
+        return compute(*tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.why = inputs[-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(NOT_TWICE)
+        raise RuntimeError(ctx.why)
 
 
 # --- derivatives that are refused -------------------------------------------------------------------------------------
@@ -201,24 +202,11 @@ def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 computed, inputs = backward(ctx, *grads)
             if not torch.is_grad_enabled() or is_compiling():
                 return computed
-            return Refusing.apply(why, len(computed), *computed, *grads, *inputs)  # type: ignore[no-untyped-call]
+            return Refusing.apply(*grads, *inputs, lambda *_: computed, why)  # type: ignore[no-untyped-call]
 
         return run
 
     return decorated
-
-
-class Refusing(torch.autograd.Function):
-    """The first ``count`` tensors, which depend on all: whoever differentiates them gets an error that says ``why``."""
-
-    @staticmethod
-    def forward(ctx: Any, why: str, count: int, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.why = why
-        return tuple(None if x is None else x.view_as(x) for x in inputs[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(ctx.why)
 
 
 # --- the registered ops -------------------------------------------------------------------------------------------
@@ -243,7 +231,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *
     return run.forward(_read(inputs, packed), inputs)
 
 
-def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, *packed: Any) -> Gradients:
+def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
     inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
     return run.backward(_read(inputs, packed), inputs, out, lse, dout, dlse)
 
@@ -257,30 +245,29 @@ def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     return call if cu_seqlens is None else call._replace(cu_seqlens=checked_cu_seqlens(cu_seqlens, k.shape[1]))
 
 
-def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
+def _below_autograd(op: Any, *given: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)
+        return op(*given)
 
 
-def _autograd_forward(keyset: Any, *given: Any) -> Pair:
+def _autograd_forward(*given: Any) -> Pair:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
     if torch._C._are_functorch_transforms_active():
         _refuse_transforms()
     q, k, v, others, *packed = given
-    way, inputs = Registered(keyset, packed), Inputs(q, k, v, *others)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply_plain(*inputs, way)  # type: ignore[no-any-return]
-    return _forward(*given) if is_plain(q, k, v) else way.forward(inputs)
+        return _apply_plain(*Inputs(q, k, v, *others), Registered(packed))  # type: ignore[no-any-return]
+    return _forward(*given) if is_plain(q, k, v) else _below_autograd(FORWARD, *given)
 
 
-def _autograd_backward(keyset: Any, *given: Any) -> Gradients:
+def _autograd_backward(*given: Any) -> Gradients:
     """The same for the backward pass; whoever differentiates it gets an error."""
     dout, dlse, saved, *packed = given
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved)):
-        return Backward.apply(*saved, dout, dlse, Registered(keyset, packed))  # type: ignore[no-any-return, no-untyped-call]
+        return Refusing.apply(*saved, dout, dlse, Registered(packed).backward, NOT_TWICE)  # type: ignore[no-any-return, no-untyped-call]
     if is_plain(dout, dlse, *saved[:3]):
         return _backward(*given)
-    return _below_autograd(torch.ops.dilated_attention.backward_2.default, keyset, *given)  # type: ignore[no-any-return]
+    return _below_autograd(BACKWARD, *given)  # type: ignore[no-any-return]
 
 
 def _refuse_transforms(*_: Any) -> Any:
@@ -296,12 +283,12 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
     return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
-FORWARD = torch.ops.dilated_attention.forward_2
+FORWARD, BACKWARD = torch.ops.dilated_attention.forward_2, torch.ops.dilated_attention.backward_2
 torch.library.register_vmap("dilated_attention::forward_2", _refuse_transforms, lib=_library)
 for _name, _first, _below, _fake in (
     ("forward_2", _autograd_forward, _forward, _fake_forward),
     ("backward_2", _autograd_backward, _backward, _fake_backward),
 ):
-    _library.impl(_name, _first, "Autograd", with_keyset=True)
+    _library.impl(_name, _first, "Autograd")
     _library.impl(_name, _below, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dilated_attention::{_name}", _fake, lib=_library)
