@@ -29,7 +29,6 @@ class Plan(NamedTuple):
     """The blocks of a call whose keys are here."""
 
     blocks: tuple[Block, ...]
-    bare: tuple[int, int]  # key/value heads: in all others, blocks that write first cover every row
     merges: bool  # whether some row gets several parts
 
 
@@ -48,21 +47,16 @@ def plan(
     """The blocks of a call, without bands. ``fold`` as `folds` says; ``keys_follow``: keys from elsewhere follow, to be
     merged; ``computed_remotely``: what other ranks compute."""
     if not call.samples or not call.queries:
-        return Plan((), (0, call.kv_heads), False)
+        return Plan((), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
     blocks: list[Block] = []
-    every = set(range(call.kv_heads))
-    bare, left = every if apart else set(), every  # left: no row of them was written
+    left = set(range(0 if call.is_decode else call.kv_heads))  # no row of these heads was written
     for index in call.pattern.order(call.drops):
         branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
-        rate = branch.rate if isinstance(branch, Dilated) and not call.is_decode else 0  # 0: it never writes first
-        if rate != 1:  # else it writes every row: nothing needs filling
-            bare = bare | left.intersection(heads)
-        blocks += blocks_of(call, index, heads, fold, left if rate else set(), computed_remotely)
+        blocks += blocks_of(call, index, heads, fold, left if isinstance(branch, Dilated) else (), computed_remotely)
         left = left.difference(heads)
-    bare = bare | left
     merges = keys_follow or apart or not all(block.is_first for block in blocks)
-    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
+    return Plan(tuple(blocks), merges)
 
 
 class Away(NamedTuple):

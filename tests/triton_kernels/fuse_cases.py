@@ -190,11 +190,3 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
     out, lse = torch.empty(shape, device=DEVICE), torch.zeros(shape[:3], device=DEVICE)
     fuse.merge_(out, lse, out, lse, first=False)
     fuse.put_(out, out, add=True)
-
-
-def test_zero() -> None:
-    place = one(33)
-    was, _ = poisoned(place, 24, torch.float16)
-    fuse.zero_(place.view(whole := was.clone()))
-    assert not place.view(whole).any()
-    untouched(place, whole, was)

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from dilated_attention import merge
 from dilated_attention.backends import triton
-from dilated_attention.backends.choose import Choice
+from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
 from dilated_attention.backends.tensors import readable, span, within, without_infinity
 from dilated_attention.blocks import Block, View
 from dilated_attention.call import Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
-from dilated_attention.plan import Plan, SegmentHeads, folds, plan
+from dilated_attention.plan import Away, Plan, SegmentHeads, folds, plan
 
 log = logging.getLogger("dilated_attention")
 Wholes = tuple[View | None, View | None]  # the rows that tensors of queries and of keys have; None: all of this rank
@@ -60,24 +60,20 @@ class Work:
     """A call with its tensors made readable for the chosen backend, and its plan."""
 
     call: Call
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    padding: Tensor | None
-    seed: Tensor | None
+    own: Inputs  # what the views of the call's blocks are views of; other blocks have rows that came from elsewhere
     choice: Choice
     limits: Limits
     plan: Plan
     ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
-    group: int
 
     @staticmethod
     def of(
-        call: Call, inputs: Inputs, choice: Choice, *, backward: bool = False, ends: Tensor | None = None,
+        call: Call, inputs: Inputs, *, backward: bool = False, ends: Tensor | None = None,
         keys_follow: bool = False, computed_remotely: SegmentHeads = frozenset(),
     ) -> Work:  # fmt: skip
         """``ends``: of all ranks, where there are several. ``keys_follow`` and ``computed_remotely`` as in `plan`."""
         q, k, v, padding, seed, positions, _ = inputs
+        choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
         if limits.span is not None and not call.in_parts and all(span(x) < limits.span for x in (q, k, v)):
             limits = limits._replace(span=None)  # so no view of them is too long
@@ -93,23 +89,17 @@ class Work:
             blocks = _cut_plan(call, limits, backward, folds(q, k, v), keys_follow, computed_remotely)
         else:
             blocks = _plan_of_positions(call, limits, backward, positions)
-        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, call.q_per_kv)
+        return Work(call, Inputs(q, k, v, padding, seed), choice, limits, blocks, ends)
 
     @property
-    def own(self) -> Inputs:
-        """What the views of the call's blocks are views of; other blocks have rows that came from elsewhere."""
-        return Inputs(self.q, self.k, self.v, self.padding)
+    def group(self) -> int:
+        return self.call.q_per_kv
 
     def results(self, results: Outputs) -> Outputs:
         """The merged results and their gradients as blocks read them, in one layout: blocks may fold samples."""
         out, lse, dout, dlse = results
         dout, out = (readable(x, self.call, self.limits).contiguous() for x in (dout, out))
-        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        if self.padding is not None or not self.call.pattern.shows_itself:  # else a row in a block has a key, itself
-            empty = lse == -torch.inf
-            lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
-            dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
-        return Outputs(out, lse, dout, dlse)
+        return Outputs(out, lse.contiguous(), dout, None if dlse is None else dlse.contiguous())
 
     # --- one block ----------------------------------------------------------------------------------------------
 
@@ -128,7 +118,7 @@ class Work:
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
         if limits.span is not None:
             q, k, v = (within(x, limits.span) for x in (q, k, v))
-        dropout = None if self.seed is None else self._dropout(block, self.seed)
+        dropout = None if self.own.seed is None else self._dropout(block, self.own.seed)
         if block.has_mask:
             hidden = self._hidden(block)
             ignored = hidden if ignored is None else ignored | hidden
@@ -235,33 +225,38 @@ class Work:
             log_zeros = self.log_zero_keys(block)
             if out is None or lse is None:
                 if block.covers(self.call) and log_zeros is None:
-                    out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
-                    lse = part_lse.reshape(self.q.shape[:3]).contiguous()
+                    out = part.reshape(self.own.q.shape).to(self.out_dtype).contiguous()
+                    lse = part_lse.reshape(self.own.q.shape[:3]).contiguous()
                     continue
                 out, lse = self.empty_result()
             here, here_lse = block.queries.of(out, self.group), block.queries.of(lse, self.group)
             self.merging.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
+    def merge_away(self, part: Away, keys: Iterable[Tensor], out: Tensor, lse: Tensor) -> None:
+        """Merge what the queries see of keys that lie elsewhere: k and v, and padding where there is any."""
+        for block, seen in self.each(part.blocks, Inputs(self.own.q, *keys), None, (None, part.rows)):
+            merge.merge_(*(block.queries.of(x, self.group) for x in (out, lse)), *seen)
+
     def backward(self, results: Outputs) -> Gradients:
         grads: list[Tensor] = []
         for block, parts in self.each(self.plan.blocks, self.own, results):
             if not grads:
                 if block.covers(self.call) and not self.call.is_decode:
-                    wholes = zip(parts, (self.q, self.k, self.v), strict=True)
+                    wholes = zip(parts, self.own[:3], strict=True)
                     grads = [x.reshape(y.shape).to(y.dtype).contiguous() for x, y in wholes]
                     continue
-                grads = self._empty_grads()
+                grads = self._no_grads()
             views = [block.queries.of(grads[0], self.group), block.keys.of(grads[1]), block.keys.of(grads[2])]
             for view, x in zip(views, parts, strict=True):  # the rows of few queries' keys were padded when read
                 self.merging.put_(view, x[..., : view.shape[-1]], not block.is_first)
-        dq, dk, dv = grads or self._empty_grads()
+        dq, dk, dv = grads or self._no_grads()
         return dq, dk, dv
 
     @functools.cached_property
     def merging(self) -> ModuleType:
         """What puts results together: our kernels, each step one launch, on devices that have Triton."""
-        if self.q.device.type != "cuda" or not triton.INSTALLED or self.q.dtype is torch.float64:
+        if self.call.device.type != "cuda" or not triton.INSTALLED or self.call.dtype is torch.float64:
             return merge
         from dilated_attention.backends.triton import fuse
 
@@ -272,28 +267,19 @@ class Work:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
         one_device = not self.call.in_parts and not self.call.is_decode and self.merging is not merge
         few_merges = one_device and not self.call.pattern.needs_masks and len(self.call.pattern.branches) <= 3
-        return self.call.sum_dtype if self.plan.merges and not few_merges else self.q.dtype
+        return self.call.sum_dtype if self.plan.merges and not few_merges else self.call.computed
 
     def empty_result(self) -> Pair:
-        """(out, lse) with 0 and -inf where no block writes first."""
-        out = self._empty(self.q, self.group, self.out_dtype)
-        return out, self._empty(self.q[..., 0], self.group, self.call.sum_dtype, -torch.inf)
+        """(out, lse) of rows that see no key."""
+        q = self.own.q
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=self.call.sum_dtype)
+        return q.new_zeros(q.shape, dtype=self.out_dtype), lse
 
-    def _empty_grads(self) -> list[Tensor]:
+    def _no_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        dtype = self.call.sum_dtype if self.call.is_decode else self.q.dtype
-        return [self._empty(self.q, self.group, dtype), *(self._empty(x, 1, self.q.dtype) for x in (self.k, self.v))]
-
-    def _empty(self, like: Tensor, group: int, dtype: torch.dtype, blank: float = 0.0) -> Tensor:
-        """A tensor of this shape, filled where no block writes."""
-        x = like.new_empty(like.shape, dtype=dtype)
-        first, end = self.plan.bare
-        bare = x[:, :, first * group : end * group]
-        if self.merging is not merge and x.dim() == 4 and bare.shape != x.shape:  # all of it: torch is faster
-            self.merging.zero_(bare)
-        elif first < end:
-            (x if x.device.type == "cuda" else bare).fill_(blank)
-        return x
+        dtype = self.call.computed
+        dtypes = self.call.sum_dtype if self.call.is_decode else dtype, dtype, dtype
+        return [x.new_zeros(x.shape, dtype=dtype) for x, dtype in zip(self.own[:3], dtypes, strict=True)]
 
 
 def cut(blocks: Iterable[Block], call: Call, limits: Limits, backward: bool) -> Iterator[Block]:
@@ -328,4 +314,4 @@ def _plan_of_positions(call: Call, limits: Limits, backward: bool, positions: Te
         for block in _cut_plan(call._replace(samples=1, start=at), limits, backward, False).blocks:
             queries, keys = (view._replace(sample=sample) for view in (block.queries, block.keys))
             blocks.append(block._replace(queries=queries, keys=keys))
-    return Plan(tuple(blocks), (0, call.kv_heads), True)
+    return Plan(tuple(blocks), True)

@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.choose import Choice, choose
+from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
-from dilated_attention.backends.tensors import finished, no_autocast, without_bad_rows
+from dilated_attention.backends.tensors import finished, no_autocast, without_silent_rows
 from dilated_attention.call import Call
 
 
-def forward(call: Call, inputs: Inputs, over: Any = None, choice: Choice | None = None) -> Pair:
-    """(out, lse). ``over``: what computes blocks with other ranks, a `ring.parallel.ParallelCall`; None: one device.
-    ``choice``: what was chosen already."""
-    choice = choice or choose(call)
+def forward(call: Call, inputs: Inputs, over: Any = None) -> Pair:
+    """(out, lse). ``over``: what computes blocks with other ranks, a `ring.parallel.ParallelCall`; None: one device."""
+    choice = choose(call)
     if choice.is_whole:
         return choice.module.forward_call(call, inputs)  # type: ignore[no-any-return]
     with no_autocast(call.device):
         if over is None:
-            out, lse = Work.of(call, inputs, choice).forward()
+            out, lse = Work.of(call, inputs).forward()
         else:
-            out, lse = over.forward(over.work(call, inputs, choice))
+            out, lse = over.forward(over.work(inputs))
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
@@ -40,10 +39,10 @@ def backward(
     if choice.is_whole:
         return choice.module.backward_call(call, inputs, results)  # type: ignore[no-any-return]
     with no_autocast(call.device):
-        inputs, results, bad = without_bad_rows(inputs, results)
+        inputs, results, bad = without_silent_rows(call, inputs, results)
         if call.device.type == "cuda":  # q laid out as out and dout are: one copy here spares cuDNN one per block
             inputs = inputs._replace(q=inputs.q.contiguous())
-        work = (Work.of if over is None else over.work)(call, inputs, choice, backward=True)
+        work = Work.of(call, inputs, backward=True) if over is None else over.work(inputs, backward=True)
         results = work.results(results)
         grads = work.backward(results) if over is None else over.backward(work, results)
     dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))

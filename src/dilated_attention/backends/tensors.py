@@ -61,19 +61,24 @@ def seems_finite(q: Tensor) -> bool:
     return q.device.type != "cpu" or bool(q.sum().isfinite())
 
 
-def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:
-    """The same with rows of a NaN or infinite query made rows without keys: they send nothing to dk and dv.
+def without_silent_rows(call: Call, inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:
+    """The same, where rows that send nothing back, not even NaN, have the lse of rows without keys, +inf: those that
+    see no key, and those of a NaN or infinite query.
 
-    The last, (B, n, H): where dq is NaN, as out and lse are; None: nowhere. Rows that see no key are not: their lse is
-    -inf.
+    The last, (B, n, H): where dq is NaN, as out and lse are; None: nowhere.
     """
-    q, (out, lse, dout, dlse) = inputs.q, results
-    if seems_finite(q):
-        return inputs, results, None
-    bad = ~q.isfinite().all(-1)
-    q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
-    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
-    return inputs._replace(q=q), Outputs(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad & lse.isnan()
+    q, (out, lse, dout, dlse), bad, silent = inputs.q, results, None, None
+    if call.has_padding or not call.pattern.shows_itself:  # else a row in a block has a key, itself
+        silent = lse == -torch.inf
+    if not seems_finite(q):
+        bad = ~q.isfinite().all(-1)
+        silent = bad if silent is None else silent | bad
+        q, out = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out))
+        bad = bad & lse.isnan()
+    if silent is not None:
+        lse, dout = lse.masked_fill(silent, torch.inf), dout.masked_fill(silent.unsqueeze(-1), 0.0)
+        dlse = None if dlse is None else dlse.masked_fill(silent, 0.0)
+    return inputs._replace(q=q), Outputs(out, lse, dout, dlse), bad
 
 
 def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:

@@ -149,7 +149,7 @@ class AllToAll(ParallelCall):
         for bundle, whole in self.wholes(arriving, fields, tensors):
             *dlse, lse, dout, out = whole[:of_rows]
             sources = Inputs(*(whole[of_rows:] or next(kept)))
-            if self.keeps and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
+            if self.keeps and lse.device.type == "cpu":  # as `without_silent_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
             computed.append(self.compute(work, bundle, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
         for bundle, parts in self.back("backward", self.fields.gradients, computed):

@@ -18,7 +18,6 @@ from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs, Pair
 from dilated_attention.blocks import View
 from dilated_attention.call import Call
-from dilated_attention.merge import merge_
 from dilated_attention.plan import Away, away
 from dilated_attention.ring.parallel import NO_STEP, Coming, ParallelCall, Part, Step, message_bytes, unpack
 from dilated_attention.ring.shards import Shards
@@ -62,10 +61,7 @@ class Circulation(ParallelCall):
                 self.kept.append(dict(sorted(came.items())))
             for owner, arrived in came.items():
                 for part, tensors in zip(step.away[owner], arrived, strict=True):
-                    results = work.each(part.blocks, Inputs(work.q, *tensors), None, (None, part.rows))
-                    for block, (seen, seen_lse) in results:
-                        here, here_lse = (block.queries.of(x, work.group) for x in (out, lse))
-                        merge_(here, here_lse, seen, seen_lse)
+                    work.merge_away(part, tensors, out, lse)
         return out, lse
 
     def backward(self, work: Work, results: Outputs) -> Gradients:
@@ -97,14 +93,14 @@ class Circulation(ParallelCall):
     ) -> Tensor:
         """dK and dV of an owner's parts as a message to it; adds what they give to dq to the totals."""
         rows_there, fields = [part.rows for part in parts], self.fields.sums
-        sums = torch.zeros(message_bytes(rows_there, fields), dtype=torch.uint8, device=work.q.device)
+        sums = torch.zeros(message_bytes(rows_there, fields), dtype=torch.uint8, device=work.own.q.device)
         for part, tensors, (dk_all, dv_all) in zip(parts, arrived, unpack(sums, rows_there, fields), strict=True):
             for whole in part.blocks:
                 rows = whole.queries
                 if rows not in totals:
-                    like = rows.of(work.q, work.group)
+                    like = rows.of(work.own.q, work.group)
                     totals[rows] = like.new_zeros(like.shape, dtype=self.call.sum_dtype)
-                for block, (dq, dk, dv) in work.each([whole], Inputs(work.q, *tensors), results, (None, part.rows)):
+                for block, (dq, dk, dv) in work.each([whole], Inputs(work.own.q, *tensors), results, (None, part.rows)):
                     block.queries.within(rows).of(totals[rows], work.group).add_(dq)
                     keys = block.keys.within(part.rows)
                     keys.of(dk_all).add_(dk)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.blocks import View
 from dilated_attention.call import Call, accumulate_dtype, sample_ends
@@ -140,21 +139,22 @@ class ParallelCall:
     def __post_init__(self) -> None:
         self.rank = self.transport.rank
 
-    def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
+    def work(self, inputs: Inputs, backward: bool = False) -> Work:
+        call = self.call
         if not backward and inputs.padding is not None and call.adds_zeros and call.samples:  # zero keys ask for ends
             ends = sample_ends(inputs.padding, call.start)
             self.ends = torch.stack(self.transport.from_all("the ends of the samples", ends)).amax(0)
         work = Work.of(
-            call, inputs, choice, backward=backward, ends=self.ends, computed_remotely=self.computed_remotely,
+            call, inputs, backward=backward, ends=self.ends, computed_remotely=self.computed_remotely,
             keys_follow=any(step.receives for step in self.steps),
         )  # fmt: skip
-        self.fields = Travelling.of(work.k.dtype, call.q_per_kv, work.k.shape[3], work.padding is not None)
+        self.fields = Travelling.of(work.own.k.dtype, call.q_per_kv, work.own.k.shape[3], work.own.padding is not None)
         return work
 
     @staticmethod
     def own(work: Work) -> list[Tensor]:
         """q, k, v, and padding where there is any."""
-        return [x for x in work.own if x is not None]
+        return [x for x in work.own[:4] if x is not None]
 
     def post(self, hop: str, messages: dict[int, Tensor], receives: Peers, fields: Fields) -> Coming:
         """Begin a step."""

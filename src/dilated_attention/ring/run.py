@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import MemoryCap
-from dilated_attention.backends.choose import Choice, choose
+from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
@@ -120,8 +120,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
                 "'ring', 'allgather' or 'auto'"
             )
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
-        choice = choose(call)
-        fields = _fields(call, choice.name, parallel, transport.verify, wants_gradients)
+        fields = _fields(call, choose(call).name, parallel, transport.verify, wants_gradients)
     lengths, seed = transport.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
     transport.past.calls += 1  # two calls that look alike still have backward passes of their own
@@ -139,7 +138,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
     start, keeps = shards.starts[transport.rank], wants_gradients and parallel.use_checkpointing is False
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     way = kind(placed, transport, shards, exchange, keeps)
-    return _Parallel.apply(way, choice, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
+    return _Parallel.apply(way, *inputs[:4], seed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def errors_reach_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
@@ -245,9 +244,9 @@ class _Parallel(torch.autograd.Function):
     """A call over ranks as one node. Rows that are kept are saved tensors, which checkpoints drop and make again."""
 
     @staticmethod
-    def forward(ctx: Any, way: ParallelCall, choice: Choice, *inputs: Any) -> Pair:
+    def forward(ctx: Any, way: ParallelCall, *inputs: Any) -> Pair:
         with way.transport.closed_on_error():
-            out, lse = run.forward(way.call, Inputs(*inputs), way, choice)
+            out, lse = run.forward(way.call, Inputs(*inputs), way)
         kept, ctx.kept_as = tree_flatten(way.kept)
         ctx.save_for_backward(*inputs, out, lse, *kept)
         ctx.way, way.kept = way, []
@@ -265,4 +264,4 @@ class _Parallel(torch.autograd.Function):
         dlse = transport.agree_on_backward(way, dlse, lse)
         with transport.closed_on_error():
             grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
-        return (None, None, *grads, None, None), (q, k, v)
+        return (None, *grads, None, None), (q, k, v)

@@ -30,7 +30,6 @@ from dilated_attention.blocks import View
 from dilated_attention.branches import Dense
 from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
-from dilated_attention.merge import merge_
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import away
 from dilated_attention.resolve import computed_dtype
@@ -180,13 +179,11 @@ class KVCache:
         call = call.of(q, k, None, 0)
         call = call._replace(start=before, key_start=before, total=before + k.shape[1], in_parts=True)
         with no_autocast(q.device):
-            work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
+            work = Work.of(call, Inputs(q, k, v), keys_follow=True)
             out, lse = work.forward()
             for part in away(call, 0, before):
                 kept = self._rows(part.rows, part.blocks[0].branch, samples)
-                sources = Inputs(work.q, *(readable(x, call, work.limits) for x in kept))
-                for block, seen in work.each(part.blocks, sources, None, (None, part.rows)):
-                    merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *seen)
+                work.merge_away(part, (readable(x, call, work.limits) for x in kept), out, lse)
         return finished(out, call, q.dtype), lse
 
     def _rows(self, view: View, branch: int, samples: slice) -> Tensor:

@@ -44,7 +44,7 @@ Shape = namedtuple(
         "UNIT",  # which divides all strides of out and part, of targets and parts, as long accesses need it
         "WIDE",  # 64-bit offsets within a block
         "FLAG",  # of `merge_kernel`: what is in Out and Lse does not count; of `put_kernel`: add to what is there
-        "IS_NUMBER",  # of `merge_kernel`: Zeros is no tensor; of `put_kernel`: the part is 0
+        "IS_NUMBER",  # of `merge_kernel`: Zeros is no tensor
         "ALIGNED",  # whether all tensors begin at multiples of 16 bytes
     ),
 )  # fmt: skip
@@ -132,10 +132,7 @@ def put_kernel(
 ):
     at, _, inside = place(rows, heads, C)
     target_at = numbers_at(Target, at, (target_batch, target_row, target_head), C)
-    if C.IS_NUMBER:
-        part = tl.where(inside, 0.0, 0.0)
-    else:
-        part = tl.load(numbers_at(Part, at, (part_batch, part_row, part_head), C), mask=inside)
+    part = tl.load(numbers_at(Part, at, (part_batch, part_row, part_head), C), mask=inside)
     if C.FLAG:
         part = tl.load(target_at, mask=inside).to(float32) + part.to(float32)
         tl.debug_barrier()  # as above
@@ -146,12 +143,6 @@ def put_(target: Tensor, part: Tensor, add: bool) -> None:
     """target = part or target += part."""
     if target.numel():
         _prepared(put_kernel, _about(target), _about(part), add)(target, part)
-
-
-def zero_(target: Tensor) -> None:
-    """As target.zero_(), which takes longer for some heads of a tensor than for all."""
-    if target.numel():
-        _prepared(put_kernel, _about(target), _about(target), False, True)(target, target)
 
 
 def merge_(
