@@ -191,8 +191,8 @@ MUTANTS = [
       "backends/blockwise.py", "view.shape[-1]], not block.is_first)",
       "view.shape[-1]], not block.is_first and not self.call.is_decode)"),
     M("few-queries-see-masked-nan", "NaN in a masked key or value reaches the result of few queries.",
-      "backends/blockwise.py", "readable(v, call, limits, padding)\n        if limits",
-      "readable(v, call, limits)\n        if limits"),
+      "backends/blockwise.py", "readable(v, call, limits, padding)\n        q, k",
+      "readable(v, call, limits)\n        q, k"),
     # --- tables of tiles ----------------------------------------------------------------------------------------
     M("edge-tile-as-whole", "A tile that is not full is walked without a mask.", "backends/triton/tiling.py",
       "end) - begin) // other - cut", "end) - begin + other - 1) // other - cut"),

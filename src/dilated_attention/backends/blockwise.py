@@ -116,8 +116,7 @@ class Work:
             ignored = padding.transpose(1, 2).unsqueeze(2)
         if call.is_decode:
             k, v = readable(k, call, limits, padding), readable(v, call, limits, padding)
-        if limits.span is not None:
-            q, k, v = (within(x, limits.span) for x in (q, k, v))
+        q, k, v = (within(x, limits.span) for x in (q, k, v))
         dropout = None if self.own.seed is None else self._dropout(block, self.own.seed)
         if block.has_mask:
             hidden = self._hidden(block)
@@ -125,9 +124,8 @@ class Work:
         problem = Problem(q, k, v, call.scale, block.is_causal, ignored, dropout)
         if results is None:
             return module.forward(kernels, problem)  # type: ignore[no-any-return]
-        mine = Outputs(*[None if x is None else queries.of(x, self.group) for x in results])  # type: ignore[arg-type]
-        if limits.span is not None:
-            mine = mine._replace(out=within(mine.out, limits.span), dout=within(mine.dout, limits.span))
+        here = (None if x is None else within(queries.of(x, self.group), limits.span) for x in results)
+        mine = Outputs(*here)  # type: ignore[arg-type]
         return module.backward(kernels, problem, mine)  # type: ignore[no-any-return]
 
     def _hidden(self, block: Block) -> Tensor:

@@ -110,7 +110,7 @@ def _keep(dropout: Dropout, rows: At, keys: At, like: Tensor) -> Tensor:
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     """(b, i, h, ...) to (b, i, hk, g, ...)."""
-    return x.unflatten(2, (heads, -1))
+    return torch.unflatten(x, 2, (heads, -1))
 
 
 def _columns(x: Tensor, heads: int) -> Tensor:

@@ -23,9 +23,10 @@ CALL_BYTES = 8 << 20  # of keys per thread: what a call on a CPU packs and gives
 
 def unsupported(call: Call, backward: bool) -> list[str]:
     """Why none of the kernels can run, one sentence each."""
-    if kernels(call, backward):
+    found = why_not(call)
+    if not all(found.values()):
         return []
-    reasons = [f"{kernel}: {reason}" for kernel, some in why_not(call).items() for reason in some]
+    reasons = [f"{kernel}: {reason}" for kernel, some in found.items() for reason in some]
     return reasons or [f"torch has no such kernels for device {call.device.type!r}"]
 
 
@@ -119,10 +120,7 @@ def _dense(x: Problem) -> Dense:
 
 def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
     """The first kernel that takes these rows; None: a block so short that no kernel takes it, a few eager products."""
-    for kernel in kernels:
-        if rows >= kernel.min_rows:
-            return kernel
-    return None
+    return next((kernel for kernel in kernels if rows >= kernel.min_rows), None)
 
 
 def _reasons(kernel: Kernel, call: Call) -> list[str]:

@@ -38,9 +38,9 @@ def readable(x: Tensor, call: Call, limits: Limits, padding: Tensor | None = Non
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
-def within(x: Tensor, most: int) -> Tensor:
+def within(x: Tensor, most: int | None) -> Tensor:
     """x, copied where a kernel could not count from its first element to its last."""
-    return x if span(x) < most else x.contiguous()
+    return x if most is None or span(x) < most else x.contiguous()
 
 
 def span(x: Tensor) -> int:

@@ -103,7 +103,7 @@ class KVCache:
     def is_on_device(self, heads: int, backend: Backend) -> bool:
         """Whether the host has no part in a step, as a CUDA graph needs."""
         q = self.like.new_empty(1, 1, heads // self.kv_heads, self.like.shape[2])
-        return all(choose(_call(q, x[0, :1, 0].unsqueeze(2), None, backend)).is_whole for x in self.rows)
+        return all(choose(_call(q, x[0, :1, 0].unsqueeze(2), DEFAULT_SCALE, backend)).is_whole for x in self.rows)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None, *, scale: float | None = None,
@@ -117,10 +117,11 @@ class KVCache:
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("kept rows have no gradients: decode under torch.no_grad()")
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
         q, k, v = (x.to(computed_dtype(x)) for x in (q, k, v))
         if q.shape[1] == 1:
             return self._next(q, k, v, self.slots(at, count) if slots is None else slots, scale, backend)
-        call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
+        call = Call(self.pattern, True, scale, backend=backend)
         with any_mode():
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
@@ -140,7 +141,7 @@ class KVCache:
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
         return [table.slot(at, count) for table in self.tables]
 
-    def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float | None, backend: Backend) -> Pair:
+    def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float, backend: Backend) -> Pair:
         """One token per sample, on the device: the host waits for nothing."""
         samples, _, heads, dim = q.shape
         query, new = q.reshape(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
@@ -210,12 +211,12 @@ class KVCache:
                 x[:, place, slot] = given[:, token, table.head[place]].to(x.dtype)
 
 
-def _call(q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> Call:
+def _call(q: Tensor, k: Tensor, scale: float, backend: Backend) -> Call:
     """Of one query of each sample, (b, 1, g, D), over kept rows, (b, S, 1, D), of which some are hidden."""
-    return Call(DENSE, scale=DEFAULT_SCALE if scale is None else scale, backend=backend).of(q, k, k, k.shape[1] - 1)
+    return Call(DENSE, scale=scale, backend=backend).of(q, k, k, k.shape[1] - 1)
 
 
-def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float | None, backend: Backend) -> Pair:
+def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float, backend: Backend) -> Pair:
     """(out, lse) of one query of each sample, (B, h, g, D), over kept rows but those that are hidden from it."""
     if q.device.type != "cpu" or backend not in ("auto", "eager"):
         query = q.reshape(-1, 1, *q.shape[2:])
@@ -227,8 +228,7 @@ def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float | None, backend: B
     exact = accumulate_dtype(q.dtype)
     with no_autocast(q.device):
         keys, values = (x.to(q.dtype).to(exact) for x in kv)  # as autocast rounds them
-        scores = without_infinity(q).to(exact) @ keys.mT
-        scores.mul_(1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        scores = (without_infinity(q).to(exact) @ keys.mT).mul_(scale)
         scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(3).clamp(min=torch.finfo(exact).min)).exp_()

@@ -35,8 +35,7 @@ class Table:
     ) -> None:
         """``branches``: by their numbers in the pattern. ``tokens``: there is room for sequences so long."""
         self.heads, self.branches, self.once = heads, branches, pattern.counts == "once"
-        kept = [[branch.kept(head) for branch in branches.values()] for head in heads]
-        self.listed = kept
+        self.listed = kept = [[branch.kept(head) for branch in branches.values()] for head in heads]
         with torch.inference_mode(False):
             self.head = torch.tensor(heads, device=device)
             self.kept: Any = CacheRule(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
