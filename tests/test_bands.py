@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import Counter
 
@@ -14,7 +13,7 @@ import dilated_attention as da
 from dilated_attention import bands
 from dilated_attention.blocks import Block, View
 from dilated_attention.branches import KINDS
-from dilated_attention.branches.base import Rect, Rows
+from dilated_attention.branches.base import FOREVER, Rect
 from dilated_attention.call import Call
 from dilated_attention.pattern import Counts
 from dilated_attention.plan import away
@@ -39,21 +38,20 @@ def pairs(block: Block, rows: torch.Tensor, keys: torch.Tensor, packed: View) ->
 
 
 def pairs_of(rect: Rect) -> Counter[tuple[int, int]]:
-    low, high = (-math.inf if rect.low is None else rect.low), (math.inf if rect.high is None else rect.high)
     return Counter(
         (query, key)
         for one in rect.singles()
-        for query, key in itertools.product(one.queries.tokens, one.keys.tokens)
-        if low <= key - query <= high
+        for query, key in itertools.product(one.queries, one.keys)
+        if rect.low <= key - query <= rect.high
     )
 
 
 def draw_rect(draw: random.Random) -> Rect:
     step, repeats = draw.randint(1, 2), draw.randint(1, 3)
-    queries, keys = (Rows(at, step, draw.randint(1, 20)) for at in (5, 7))
+    queries, keys = (range(at, at + step * draw.randint(1, 20), step) for at in (5, 7))
     low, high = sorted(draw.randint(-22 * step, 22 * step) for _ in range(2))
     rect = Rect(queries, keys, repeats=repeats, period=48 if repeats > 1 else 0)
-    return rect.between(draw.choice([None, low]), draw.choice([None, high]))
+    return rect.between(draw.choice([-FOREVER, low]), draw.choice([FOREVER, high]))
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -66,7 +64,7 @@ def test_parts_of_a_band(seed: int, is_masked: bool, monkeypatch: pytest.MonkeyP
         rect = draw_rect(draw)
         found: Counter[tuple[int, int]] = Counter()
         for part in filter(Rect.pairs, bands.without_bands(rect, is_masked)):
-            rows, keys, limits = part.queries.length, part.keys.length, part.in_rows()
+            rows, keys, limits = len(part.queries), len(part.keys), part.in_rows()
             known = not is_masked and (limits == (None, None) or (limits == (None, 0) and rows == keys))
             assert known or max(rows, keys) <= bands.MASKED
             found += pairs_of(part)

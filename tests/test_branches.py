@@ -45,10 +45,9 @@ def shown(rects: Iterable[Rect], n: int) -> Tensor:
     counts = torch.zeros(n, n, dtype=torch.int)
     for rect in rects:
         for one in rect.singles() if not rect.is_empty else ():
-            queries, keys = (torch.tensor(rows.tokens) for rows in (one.queries, one.keys))
+            queries, keys = (torch.tensor(rows) for rows in (one.queries, one.keys))
             distance = keys - queries[:, None]
-            low, high = -n if one.low is None else one.low, n if one.high is None else one.high
-            inside = (distance >= low) & (distance <= high)
+            inside = (distance >= one.low) & (distance <= one.high)
             counts[queries[:, None], keys] += inside.int()
             assert one.pairs() == inside.sum()
     return counts

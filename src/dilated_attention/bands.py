@@ -13,7 +13,7 @@ LEAST = 1 << 6  # rows of a tile: with fewer, calls cost more than the pairs tha
 def without_bands(rect: Rect, is_masked: bool) -> Iterator[Rect]:
     """The same pairs in rectangles of which all count, or a triangle as kernels know it; what is left is masked. Some
     may be empty. ``is_masked``: in all parts some pairs may not count."""
-    rows, keys, (low, high) = rect.queries.length, rect.keys.length, rect.in_rows()
+    rows, keys, (low, high) = len(rect.queries), len(rect.keys), rect.in_rows()
     if not rect.pairs() or (max(rows, keys) <= MASKED and (is_masked or low is not None)):
         yield rect
     elif is_masked or (low is not None and high is None):  # in halves, until a mask is small
@@ -33,7 +33,7 @@ def without_bands(rect: Rect, is_masked: bool) -> Iterator[Rect]:
 
 def _below(rect: Rect, high: int) -> Iterator[Rect]:
     """No lower limit: keys that all see, a square with its triangle, and queries that see all keys."""
-    rows, keys = rect.queries.length, rect.keys.length
+    rows, keys = len(rect.queries), len(rect.keys)
     first, left = max(0, -high), min(keys, max(0, high))
     side = min(rows - first, keys - left)
     yield rect.part(first, first + side, 0, left)
@@ -43,7 +43,7 @@ def _below(rect: Rect, high: int) -> Iterator[Rect]:
 
 def _tiles(rect: Rect, side: int, at: int) -> Iterator[Rect]:
     """Those that are whole as one that is repeated, and those at the borders."""
-    rows, keys = rect.queries.length, rect.keys.length
+    rows, keys = len(rect.queries), len(rect.keys)
     whole = range(max(0, -(at // side)), min(rows // side, (keys - at) // side))
 
     def tile(of: Rect, m: int) -> Rect:

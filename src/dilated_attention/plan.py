@@ -134,7 +134,7 @@ class Place(NamedTuple):
     def shape(self) -> Hashable:
         """What heads of one block share."""
         queries, keys, *rest = self.rect
-        return queries[1:], keys[1:], *rest, self.zeros, self.but
+        return len(queries), queries.step, len(keys), keys.step, *rest, self.zeros, self.but
 
 
 def blocks_of(
@@ -192,8 +192,8 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
             origin, zeros = begin, 0
             if isinstance(branch, Dilated) and not but:
                 origin += rect.queries.start - rect.queries.start % branch.length
-                zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
-            for part in with_keys_here(rect, *here):
+                zeros = zeros_beside(branch, len(rect.keys), n) if call.adds_zeros else 0
+            for part in rect.with_keys(*here):
                 for even in part.even():
                     for plain in without_bands(even, bool(but)):
                         for one in plain.singles() if but else [plain]:
@@ -205,17 +205,6 @@ def _cu_seqlens_here(call: Call) -> Ints:
     cu_seqlens = call.borders
     first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
     return cu_seqlens[bisect.bisect_right(cu_seqlens, first) - 1 : bisect.bisect_left(cu_seqlens, stop) + 1]
-
-
-def with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
-    """The rectangle with those of its keys that are here."""
-    last = rect.keys.last + (rect.repeats - 1) * rect.period
-    if rect.is_empty or (first <= rect.keys.start and last < stop):
-        return [rect]
-    if rect.period:  # the repeats that have some
-        begin = max(0, -((rect.keys.last - first) // rect.period))
-        rect = rect.some(begin, max(begin, min(rect.repeats, -((rect.keys.start - stop) // rect.period))))
-    return [x._replace(keys=x.keys.inside(first, stop)).between() for x in rect.singles()]
 
 
 def _of_run(call: Call, index: int, run: HeadRun, place: Place, fold: bool, is_first: bool) -> Iterator[Block]:
@@ -232,8 +221,8 @@ def _of_run(call: Call, index: int, run: HeadRun, place: Place, fold: bool, is_f
         shift = skipped * rect.period
         queries, keys = (
             View(
-                first, samples, run.first[i] + shift, segments, rect.period or rows.length * rows.step,
-                rows.length, rows.step, run.first[0], run.heads, run.steps[0], run.steps[i], start,
+                first, samples, run.first[i] + shift, segments, rect.period or len(rows) * rows.step,
+                len(rows), rows.step, run.first[0], run.heads, run.steps[0], run.steps[i], start,
             )
             for i, rows, start in ((1, rect.queries, call.start), (2, rect.keys, call.key_start))
         )  # fmt: skip

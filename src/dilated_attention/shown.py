@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from dilated_attention.branches import Branch, Dilated
-from dilated_attention.branches.base import FOREVER, Rect, Rows, grouped
+from dilated_attention.branches.base import Rect, grouped
 from dilated_attention.checks import MAX_NUMBER, Ints, check_int
 
 Counts = Literal["once", "sum"]
@@ -109,7 +109,7 @@ class Shown:
         for branch in self.branches_for(num_heads // group):
             shown = branch.rects(head // group, range(query, query + 1), num_tokens, is_causal)
             rects = [rect for rect in shown if head // group in branch.members and not rect.is_empty]
-            found.append([token for rect in rects for token in rect.keys.tokens])
+            found.append([token for rect in rects for token in rect.keys])
         return found
 
     def pairs(
@@ -181,8 +181,8 @@ class Shown:
         for branch in self.branches_for(kv_heads):
             for rect in branch.rects(head, queries, n, is_causal) if head in branch.members else ():
                 if not rect.is_empty:
-                    (start, step, count), times = rect.queries, rect.repeats
-                    covered.as_strided((times, count), (rect.period, step), start).fill_(True)
+                    rows = rect.queries
+                    covered.as_strided((rect.repeats, len(rows)), (rect.period, rows.step), rows.start).fill_(True)
         return covered
 
 
@@ -207,17 +207,16 @@ def count_pairs(parts: Iterable[Part], head: int) -> int:
     total = 0
     for rect, but in parts:
         total += 0 if but else rect.pairs()
-        low, high = (-FOREVER if rect.low is None else rect.low), (FOREVER if rect.high is None else rect.high)
         for one in rect.singles() if but and not rect.is_empty else ():
-            keys, rows = _positions(one.keys), max(1, AT_ONCE // one.keys.length)
-            for first in range(0, one.queries.length, rows):
-                query = _positions(one.queries.part(first, first + rows)).unsqueeze(1)
-                seen = (keys - query >= low) & (keys - query <= high)
+            keys, rows = _positions(one.keys), max(1, AT_ONCE // len(one.keys))
+            for first in range(0, len(one.queries), rows):
+                query = _positions(one.queries[first : first + rows]).unsqueeze(1)
+                seen = (keys - query >= rect.low) & (keys - query <= rect.high)
                 for other in but:
                     seen &= ~other.sees(head, query, keys)
                 total += int(seen.sum())
     return total
 
 
-def _positions(rows: Rows) -> torch.Tensor:
-    return torch.arange(rows.start, rows.last + 1, rows.step)
+def _positions(rows: range) -> torch.Tensor:
+    return torch.arange(rows.start, rows.stop, rows.step)

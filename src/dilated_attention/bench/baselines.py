@@ -74,9 +74,9 @@ def _parts(query: Tensor, pattern: DilatedPattern) -> Iterator[tuple[slice, Rect
 
 def _taken(x: Tensor, rect: Rect) -> Tensor:
     """The rows of a branch: (B, S, L, ...), a view of x (B, N, ...)."""
-    (start, rate, _), width = rect.queries, rect.period
+    start, rate, width = rect.queries.start, rect.queries.step, rect.period
     if rect.repeats == 1:
-        return x[:, start : rect.queries.last + 1 : rate].unsqueeze(1)
+        return x[:, start : rect.queries[-1] + 1 : rate].unsqueeze(1)
     first = start - start % width
     segments = torch.unflatten(x[:, first : first + rect.repeats * width], 1, (rect.repeats, width))
     return segments[:, :, start % width :: rate]

@@ -161,7 +161,7 @@ def far_rows(pattern: DilatedPattern, tokens: int, heads: int) -> tuple[int, flo
     """Tokens of the longest segment, and the share of all rows (one token in one head) that are in its branch."""
     far = max(pattern.branches_for(heads), key=lambda branch: (branch.length, branch.rate))
     rects = [rect for head in far.members for rect in far.rects(head, range(tokens), tokens, False)]
-    rows = sum(rect.queries.length * rect.repeats for rect in rects)
+    rows = sum(len(rect.queries) * rect.repeats for rect in rects)
     return min(far.length, tokens), rows / (tokens * heads)
 
 

@@ -10,6 +10,7 @@ Legend: positions count tokens of one sequence of n tokens; heads are key/value 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -50,113 +51,101 @@ class CacheRule(NamedTuple):
         return max(0, min(self.most, -((self.offset - min(self.period, tokens)) // self.step)))
 
 
-class Rows(NamedTuple):
-    """The tokens start, start + step, ...: so many of them."""
-
-    start: int
-    step: int
-    length: int
-
-    @staticmethod
-    def of(tokens: range) -> Rows:
-        return Rows(tokens.start, tokens.step, len(tokens))
-
-    @property
-    def last(self) -> int:
-        return self.start + (self.length - 1) * self.step
-
-    @property
-    def tokens(self) -> range:
-        return range(self.start, self.start + self.length * self.step, self.step)
-
-    def inside(self, first: int, stop: int) -> Rows:
-        """Those in [first, stop)."""
-        return self.part(*(-((self.start - token) // self.step) for token in (first, stop)))
-
-    def part(self, first: int, stop: int) -> Rows:
-        """The rows [first, stop), counted from the first."""
-        return Rows.of(self.tokens[max(0, first) : max(0, stop)])
-
-    def phases(self, step: int) -> Iterator[Rows]:
-        """The same rows, in steps of this size."""
-        many = step // self.step
-        return (Rows.of(self.tokens[first::many]) for first in range(min(many, self.length)))
-
-    def moved(self, tokens: int) -> Rows:
-        return self._replace(start=self.start + tokens)
+def inside(rows: range, first: int, stop: int) -> range:
+    """Those in [first, stop)."""
+    first, stop = (max(0, -((rows.start - token) // rows.step)) for token in (first, stop))
+    return rows[first:stop]
 
 
-def rows_at(offset: int, rate: int, first: int, stop: int) -> Rows:
+def moved(rows: range, tokens: int) -> range:
+    return range(rows.start + tokens, rows.stop + tokens, rows.step)
+
+
+def rows_at(offset: int, rate: int, first: int, stop: int) -> range:
     """The tokens in [first, stop) that are ``offset`` modulo ``rate``."""
-    return Rows.of(range(first + (offset - first) % rate, stop, rate))
+    return range(first + (offset - first) % rate, stop, rate)
 
 
 class Rect(NamedTuple):
-    """Queries and keys that see one another: all pairs, or those with low <= key - query <= high, in tokens. So many
-    times, each a period after the one before."""
+    """Queries and keys that see one another, if low <= key - query <= high, in tokens. So many times, each a period
+    after the one before."""
 
-    queries: Rows
-    keys: Rows
-    low: int | None = None
-    high: int | None = None
+    queries: range
+    keys: range
+    low: int = -FOREVER
+    high: int = FOREVER
     repeats: int = 1
     period: int = 0
 
     @property
     def is_empty(self) -> bool:
-        return not (self.queries.length and self.keys.length)
+        return not (self.queries and self.keys)
 
-    def between(self, low: int | None = None, high: int | None = None) -> Rect:
+    def between(self, low: int = -FOREVER, high: int = FOREVER) -> Rect:
         """The pairs with low <= key - query <= high too: no rows that meet none, and no limit that always holds."""
-        low = max((x for x in (low, self.low) if x is not None), default=None)
-        high = min((x for x in (high, self.high) if x is not None), default=None)
-        queries, keys = self.queries, self.keys
-        for _ in range(2):  # with both, fewer queries may need fewer keys
-            if low is not None:
-                keys = keys.inside(queries.start + low, keys.last + 1)
-                queries = queries.inside(queries.start, keys.last - low + 1)
-            if high is not None:
-                keys = keys.inside(keys.start, queries.last + high + 1)
-                queries = queries.inside(keys.start - high, queries.last + 1)
-        if (low is not None and high is not None and low > high) or not (queries.length and keys.length):
-            return self._replace(queries=queries._replace(length=0), keys=keys._replace(length=0), low=None, high=None)
+        low, high, queries, keys = max(low, self.low), min(high, self.high), self.queries, self.keys
+        for _ in range(4):  # with both, fewer queries may need fewer keys
+            if queries:
+                keys = inside(keys, queries[0] + low, queries[-1] + high + 1)
+            queries, keys, low, high = keys, queries, -high, -low
+        if low > high:
+            queries = range(0)
         return self._replace(queries=queries, keys=keys, low=low, high=high).eased()
 
     def eased(self) -> Rect:
         """Without limits that always hold."""
-        (queries, keys, low, high), rest = self[:4], self[4:]
-        low = None if low is None or keys.start - queries.last >= low else low
-        return Rect(queries, keys, low, None if high is None or keys.last - queries.start <= high else high, *rest)
+        if self.is_empty:
+            return self
+        queries, keys, low, high, *times = self
+        low = low if keys[0] - queries[-1] < low else -FOREVER
+        return Rect(queries, keys, low, high if keys[-1] - queries[0] > high else FOREVER, *times)
 
     def part(self, first: int, stop: int, key: int, last: int) -> Rect:
         """The pairs of the query rows [first, stop) with the key rows [key, last), counted from the first."""
-        return self._replace(queries=self.queries.part(first, stop), keys=self.keys.part(key, last)).eased()
+        first, stop, key, last = (max(0, row) for row in (first, stop, key, last))
+        return self._replace(queries=self.queries[first:stop], keys=self.keys[key:last]).eased()
 
     def in_rows(self) -> tuple[int | None, int | None]:
-        """The limits in rows; queries and keys go in steps of one size."""
-        (start, step, _), (key, _, _) = self.queries, self.keys
-        low = None if self.low is None else -((key - start - self.low) // step)
-        return low, None if self.high is None else (self.high - key + start) // step
+        """The limits in rows, if there are any; queries and keys go in steps of one size."""
+        step, apart = self.queries.step, self.keys.start - self.queries.start
+        low = None if self.low == -FOREVER else -((apart - self.low) // step)
+        return low, None if self.high == FOREVER else (self.high - apart) // step
 
     def even(self) -> Iterator[Rect]:
         """The same pairs; where they are limited, queries and keys go in steps of one size."""
         step = math.lcm(self.queries.step, self.keys.step)
-        if step == self.queries.step == self.keys.step or (self.low is None and self.high is None):
+        if step == self.queries.step == self.keys.step or (self.low, self.high) == (-FOREVER, FOREVER):
             yield self
             return
-        for queries in self.queries.phases(step):
-            for keys in self.keys.phases(step):
-                yield self._replace(queries=queries, keys=keys).between()
+        sides = ([x[i :: step // x.step] for i in range(min(step // x.step, len(x)))] for x in self[:2])
+        for queries, keys in itertools.product(*sides):
+            yield self._replace(queries=queries, keys=keys).between()
 
     def moved(self, tokens: int) -> Rect:
-        if not tokens:
-            return self
-        return Rect(self.queries.moved(tokens), self.keys.moved(tokens), *self[2:])
+        return Rect(moved(self.queries, tokens), moved(self.keys, tokens), *self[2:])
 
     def some(self, first: int, stop: int) -> Rect:
         """The repeats [first, stop)."""
         count = stop - first
         return self.moved(first * self.period)._replace(repeats=count, period=self.period if count > 1 else 0)
+
+    def singles(self) -> Iterator[Rect]:
+        return (self.some(index, index + 1) for index in range(self.repeats))
+
+    def with_keys(self, first: int, stop: int) -> list[Rect]:
+        """The keys in [first, stop) alone. Repeats of which all are there stay together."""
+        start, last = (self.keys[0], self.keys[-1]) if self.keys else (first, first)
+        if self.is_empty or (first <= start and last + (self.repeats - 1) * self.period < stop):
+            return [self]
+        # the first repeats of which some are there, all are there, one is missing again, and none is there
+        some, every, missing, end = (
+            min(self.repeats, max(0, -((key - token) // (self.period or 1))))
+            for key, token in ((last, first), (start, first), (last, stop), (start, stop))
+        )
+        every, missing = (every, missing) if every < missing else (end, end + 1)
+        cuts = itertools.pairwise((*range(some, every + 1), *range(missing, end + 1)))
+        parts = [self.some(*repeats) for repeats in cuts]
+        return [part._replace(keys=inside(part.keys, first, stop)).between() for part in parts]
 
     def followed_by(self, other: Rect) -> Rect | None:
         """Both as one, if the other, of the same shape, comes a period later."""
@@ -168,42 +157,18 @@ class Rect(NamedTuple):
 
     def turned(self) -> Rect:
         """The keys as queries, and the queries as keys."""
-        low, high = (None if x is None else -x for x in (self.high, self.low))
-        return self._replace(queries=self.keys, keys=self.queries, low=low, high=high)
-
-    def singles(self) -> Iterator[Rect]:
-        return (self.some(index, index + 1) for index in range(self.repeats))
+        return self._replace(queries=self.keys, keys=self.queries, low=-self.high, high=-self.low)
 
     def pairs(self) -> int:
         """How many (query, key) pairs there are."""
-        if self.is_empty:
-            return 0
-        most = self.queries.length * self.keys.length
-        low = 0 if self.low is None else self._up_to(self.low - 1)
-        high = most if self.high is None else self._up_to(self.high)
-        return self.repeats * (high - low)
+        return self.repeats * sum(one._up_to(one.high) - one._up_to(one.low - 1) for one in self.even())
 
     def _up_to(self, limit: int) -> int:
-        """The pairs of one repeat with key - query <= limit."""
-        (start, step, count), (key, divisor, most) = self.queries, self.keys
-        first = start + limit - key  # query i sees (first + i * step) // divisor + 1 keys, from 0 to all of them
-        begin = min(count, max(0, -(first // step)))
-        end = max(begin, min(count, -((first - (most - 1) * divisor) // step)))
-        n = end - begin
-        return n + sum_of_floors(n, step, first + begin * step, divisor) + (count - end) * most
-
-
-def sum_of_floors(count: int, step: int, first: int, divisor: int) -> int:
-    """The sum of (first + i * step) // divisor over i < count, none of which is negative; as in Euclid's algorithm."""
-    total = 0
-    while count > 0:
-        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
-        step, first = step % divisor, first % divisor
-        top = count * step + first
-        if top < divisor:
-            break
-        count, first, step, divisor = top // divisor, top % divisor, divisor, step
-    return total
+        """The pairs of one repeat with key - query <= limit: of triangles."""
+        rows, keys = len(self.queries), len(self.keys)
+        most = (limit - self.keys.start + self.queries.start) // self.queries.step  # of key row - query row
+        sides = (most + rows, 1), (most, -1), (most + rows - keys, -1), (most - keys, 1)
+        return sum(sign * side * (side + 1) // 2 for side, sign in sides if side > 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -294,13 +259,13 @@ def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range,
         first = start + whole * width
 
 
-def in_order(numbers: Iterable[int]) -> list[Rows]:
+def in_order(numbers: Iterable[int]) -> list[range]:
     """Rising numbers as the fewest stretches of constant step, taken greedily."""
-    found: list[Rows] = []
+    found: list[range] = []
     for number in numbers:
-        step = number - found[-1].last if found else 0
-        if found and (found[-1].length == 1 or found[-1].step == step):
-            found[-1] = Rows(found[-1].start, step, found[-1].length + 1)
+        step = number - found[-1][-1] if found else 0
+        if found and (len(found[-1]) == 1 or found[-1].step == step):
+            found[-1] = range(found[-1].start, number + 1, step)
         else:
-            found.append(Rows(number, 1, 1))
+            found.append(range(number, number + 1))
     return found

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, grouped, in_order
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, grouped, in_order, inside, moved
 from dilated_attention.checks import check_int
 
 Pairs = tuple[tuple[int, int], ...]
@@ -77,12 +77,12 @@ class Blocks(Branch):
         for distance, pairs in sorted(grouped(self.pairs, lambda pair: pair[1] - pair[0]).items()):
             end = min(queries.stop, n - max(distance, 0) * size)
             whole = [row for row, _ in pairs if queries.start <= row * size and (row + 1) * size <= end]
-            singles = [Rows(row, 1, 1) for row in sorted({row for row, _ in pairs}.difference(whole))]
-            for start, step, count in (*singles, *in_order(whole)):
-                block = Rows(start * size, 1, size)
-                mine, keys = block.inside(queries.start, queries.stop), block.moved(distance * size).inside(0, n)
-                rect = Rect(mine, keys, None, None, count, step * size if count > 1 else 0)
-                yield rect.between(high=0 if is_causal else None)
+            singles = [range(row, row + 1) for row in sorted({row for row, _ in pairs}.difference(whole))]
+            for rows in (*singles, *in_order(whole)):
+                block = range(rows.start * size, (rows.start + 1) * size)
+                mine, keys = inside(block, queries.start, queries.stop), inside(moved(block, distance * size), 0, n)
+                rect = Rect(mine, keys, repeats=len(rows), period=rows.step * size if len(rows) > 1 else 0)
+                yield rect.between(high=0 if is_causal else FOREVER)
 
     def kept(self, head: int) -> CacheRule:
         """All up to the last block that a later one sees."""
@@ -110,7 +110,7 @@ class Dense(Branch):
         return (query >= 0) & (key >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
-        yield Rect(Rows.of(queries), Rows(0, 1, n)).between(high=0 if is_causal else None)
+        yield Rect(queries, range(n)).between(high=0 if is_causal else FOREVER)
 
     def kept(self, head: int) -> CacheRule:
         return CacheRule()

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, segments
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, inside, segments
 from dilated_attention.checks import check_int
 
 MOST_PARTS = 8  # segments of a nested branch inside of another's, that are told apart as rectangles
@@ -54,9 +54,9 @@ class Dilated(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         offset = self.offset_of(head)
         for segment, some, *times in segments(queries, self.length, n):
-            keys = Rows.of(range(segment.start + offset, segment.stop, self.rate))
-            rows = keys.inside(some.start, some.stop)
-            yield Rect(rows, keys, None, None, *times).between(high=0 if is_causal else None)
+            keys = range(segment.start + offset, segment.stop, self.rate)
+            rows = inside(keys, some.start, some.stop)
+            yield Rect(rows, keys, -FOREVER, 0 if is_causal else FOREVER, *times).between()
 
     def repeats(self) -> tuple[int, int]:
         return 0, self.length
@@ -71,7 +71,7 @@ class Dilated(Branch):
         width = self.length
         if rect.period % width:
             return None
-        mine, theirs = (range(x.start // width, x.last // width + 1) for x in (rect.queries, rect.keys))  # segments
+        mine, theirs = (range(x[0] // width, x[-1] // width + 1) for x in (rect.queries, rect.keys))  # segments
         if mine.stop <= theirs.start or theirs.stop <= mine.start:
             return [rect]  # no segment has queries and keys
         residues = self._residue(rect.queries, mine), self._residue(rect.keys, theirs)
@@ -81,14 +81,14 @@ class Dilated(Branch):
             return None
         return [
             rect._replace(
-                queries=rect.queries.inside(segment * width, (segment + 1) * width),
-                keys=rect.keys.inside(first * width, stop * width),
+                queries=inside(rect.queries, segment * width, (segment + 1) * width),
+                keys=inside(rect.keys, first * width, stop * width),
             ).between()
             for segment in mine
             for first, stop in ((theirs.start, segment), (segment + 1, theirs.stop))
         ]
 
-    def _residue(self, rows: Rows, parts: range) -> int | None:
+    def _residue(self, rows: range, parts: range) -> int | None:
         """That of all rows, counted from the start of their segment, modulo the rate; None if they differ."""
-        differ = (rows.length > 1 and rows.step % self.rate) or (len(parts) > 1 and self.length % self.rate)
+        differ = (len(rows) > 1 and rows.step % self.rate) or (len(parts) > 1 and self.length % self.rate)
         return None if differ else rows.start % self.length % self.rate

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.branches.base import Branch, CacheRule, Rect, Rows, in_order, rising
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, in_order, inside, rising
 from dilated_attention.checks import Ints, check_int
 
 MOST_PARTS = 64  # rectangles that are left of one
@@ -43,7 +43,7 @@ class Prefix(Branch):
         return (key < self.count) & (query >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
-        return seen_by_all(Rows(0, 1, min(self.count, n)), queries, is_causal)
+        return seen_by_all(range(min(self.count, n)), queries, is_causal)
 
     def repeats(self) -> tuple[int, int]:
         return self.count, 1
@@ -52,7 +52,7 @@ class Prefix(Branch):
         return CacheRule(most=self.count, ahead=self.count)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
-        return after(rect, self.count)
+        return rect.with_keys(self.count, FOREVER)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,15 +92,16 @@ class Global(Branch):
         tokens = [token for token in tokens if token < n]
         for keys in in_order(tokens):
             yield from seen_by_all(keys, queries, is_causal)
-        gaps = list(between(Rows(0, 1, n), tokens))
+        gaps = list(between(range(n), tokens))
         for rows in in_order(token for token in tokens if token in queries):
-            singles = [rows] if rows.step == 1 else [Rows(token, 1, 1) for token in rows.tokens]
+            singles = [rows] if rows.step == 1 else [range(token, token + 1) for token in rows]
             for mine, gap in itertools.product(singles, gaps):
-                yield Rect(mine, gap).between(high=0 if is_causal else None)
+                yield Rect(mine, gap).between(high=0 if is_causal else FOREVER)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         if isinstance(self.tokens, int):
-            return [part.turned() for some in after(rect, self.tokens) for part in after(some.turned(), self.tokens)]
+            some = (part.turned() for part in rect.with_keys(self.tokens, FOREVER))
+            return [part.turned() for one in some for part in one.with_keys(self.tokens, FOREVER)]
         spans = list(between(rect.queries, self.tokens)), list(between(rect.keys, self.tokens))
         if rect.repeats > 1 or len(spans[0]) * len(spans[1]) > MOST_PARTS:
             return None
@@ -121,29 +122,19 @@ def _listed(tokens: Ints, device: torch.device) -> Tensor:
         return torch.tensor(tokens, device=device)
 
 
-def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
+def seen_by_all(keys: range, queries: range, is_causal: bool) -> Iterator[Rect]:
     """All queries with these keys; when causal those that see all of them, then those that see some."""
-    rows = Rows.of(queries)
-    if not is_causal:
-        yield Rect(rows, keys)
+    if not is_causal or not keys:
+        yield Rect(queries, keys)
         return
-    yield Rect(rows.inside(keys.last, queries.stop), keys)
-    yield Rect(rows.inside(queries.start, keys.last), keys).between(high=0)
+    yield Rect(inside(queries, keys[-1], queries.stop), keys)
+    yield Rect(inside(queries, queries.start, keys[-1]), keys).between(high=0)
 
 
-def between(rows: Rows, tokens: Iterable[int]) -> Iterator[Rows]:
+def between(rows: range, tokens: Iterable[int]) -> Iterator[range]:
     """The rows before, between and after some tokens."""
-    borders = [rows.start - 1, *(token for token in tokens if token in rows.tokens), rows.last + 1]
+    borders = [rows.start - 1, *(token for token in tokens if token in rows), rows.stop]
     for before, token in itertools.pairwise(borders):
-        part = rows.inside(before + 1, token)
-        if part.length:
+        part = inside(rows, before + 1, token)
+        if part:
             yield part
-
-
-def after(rect: Rect, token: int) -> list[Rect]:
-    """What of a rectangle has keys from a token on."""
-    if rect.keys.start >= token:
-        return [rect]
-    meets = min(rect.repeats, -((rect.keys.start - token) // rect.period)) if rect.period else 1
-    parts = (part._replace(keys=part.keys.inside(token, part.keys.last + 1)) for part in rect.some(0, meets).singles())
-    return [*(part.between() for part in parts), *([rect.some(meets, rect.repeats)] if meets < rect.repeats else [])]

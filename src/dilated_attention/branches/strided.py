@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, Rows, segments
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, segments
 from dilated_attention.checks import check_int
 
 
@@ -51,10 +51,10 @@ class Strided(Branch):
         width = self.length or max(1, n)
         for segment, some, *times in segments(queries, width, n):
             keys = range(segment.start + self.offset, segment.stop, self.rate)
-            yield Rect(Rows.of(some), Rows.of(keys), None, None, *times).between(high=0 if is_causal else None)
+            yield Rect(some, keys, -FOREVER, 0 if is_causal else FOREVER, *times).between()
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
-        steps = rect.period, rect.keys.step if rect.keys.length > 1 else 0
+        steps = rect.period, rect.keys.step if len(rect.keys) > 1 else 0
         if self.length is not None or any(step % self.rate for step in steps):
             return None
         return [] if rect.keys.start % self.rate == self.offset else [rect]

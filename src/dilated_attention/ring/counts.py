@@ -17,7 +17,7 @@ from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
-from dilated_attention.plan import joined_spans, with_keys_here
+from dilated_attention.plan import joined_spans
 from dilated_attention.ring.alltoall import can_deal, deal, offsets_of, rows_before, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
@@ -147,15 +147,15 @@ def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, int, lis
             one
             for rect, _ in parts
             for elsewhere in ((0, queries.start), (queries.stop, n))
-            for part in with_keys_here(rect, *elsewhere)
+            for part in rect.with_keys(*elsewhere)
             for one in part.singles()
             if not one.is_empty
         ]
         pairs += times * count_pairs(parts, call.first_head + head)
-        seeing += times * sum(rows.length for rows in {rect.queries for rect in rects})
+        seeing += times * sum(map(len, {rect.queries for rect in rects}))
         by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
         for (step, _), some in by_step.items():
-            spans = joined_spans((keys.start, keys.last + step) for keys in some)
+            spans = joined_spans((keys.start, keys[-1] + step) for keys in some)
             lanes += [(start, step, (stop - start) // step, times) for start, stop in spans]
     return pairs, seeing, lanes
 

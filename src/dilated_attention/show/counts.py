@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches import Branch
-from dilated_attention.branches.base import Rect, Rows
+from dilated_attention.branches.base import Rect, inside
 
 OVERVIEW = 128  # stretches of several tokens
 BEYOND = 2**60  # farther than any token
@@ -33,7 +32,7 @@ def shares(branch: Branch, head: int, tokens: int, is_causal: bool, edges: tuple
         pairs = float(rect._replace(repeats=1).pairs())
         for first, stop in _runs(rect, edges) if pairs else ():
             one = rect.some(first, first + 1)
-            down, across = (slice(bisect_right(cuts, x.start) - 1, bisect_right(cuts, x.last)) for x in one[:2])
+            down, across = (slice(bisect_right(cuts, x.start) - 1, bisect_right(cuts, x[-1])) for x in one[:2])
             if down.stop - down.start == across.stop - across.start == 1:
                 alone[down.start, across.start] += pairs * (stop - first)
                 continue
@@ -51,7 +50,7 @@ def _runs(rect: Rect, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
     cuts = {*range(min(rect.repeats, len(edges))), rect.repeats}
     for rows, edge in itertools.product(rect[:2], edges if len(cuts) <= rect.repeats else ()):
         # the first whose last row is not before the edge, and the first that has no row before it
-        first, after = (-((token - edge) // rect.period) for token in (rows.last, rows.start))
+        first, after = (-((token - edge) // rect.period) for token in (rows[-1], rows[0]))
         cuts.update(range(max(0, first), min(after, rect.repeats) + 1))
     return itertools.pairwise(sorted(cuts))
 
@@ -62,17 +61,16 @@ def _spread(rect: Rect, down: tuple[int, ...], across: tuple[int, ...]) -> Tenso
     (rows, first, last), (columns, left, right) = _in_stretches(rect.queries, down), _in_stretches(rect.keys, across)
     counts = rows[:, None].double() * columns
     least, most = left - last[:, None], right - first[:, None]  # key - query in the corners of a cell
-    low, high = (-math.inf if rect.low is None else rect.low, math.inf if rect.high is None else rect.high)
-    counts[(most < low) | (least > high)] = 0
-    for i, j in ((counts > 0) & ((least < low) | (most > high))).nonzero().tolist():
-        queries, keys = rect.queries.inside(*down[i : i + 2]), rect.keys.inside(*across[j : j + 2])
+    counts[(most < rect.low) | (least > rect.high)] = 0
+    for i, j in ((counts > 0) & ((least < rect.low) | (most > rect.high))).nonzero().tolist():
+        queries, keys = inside(rect.queries, *down[i : i + 2]), inside(rect.keys, *across[j : j + 2])
         counts[i, j] = float(rect._replace(queries=queries, keys=keys).pairs())
     return counts
 
 
-def _in_stretches(rows: Rows, edges: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _in_stretches(rows: range, edges: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Of each stretch: how many rows it has, the first and the last of them."""
-    before = (-((rows.start - torch.tensor(edges)) // rows.step)).clamp(0, rows.length)
+    before = (-((rows.start - torch.tensor(edges)) // rows.step)).clamp(0, len(rows))
     return before.diff(), rows.start + before[:-1] * rows.step, rows.start + (before[1:] - 1) * rows.step
 
 

@@ -217,7 +217,7 @@ class View:
         for name, branch in zip(self.branch_names, self.branches, strict=True):
             if head in branch.members:
                 rects = branch.rects(head, range(query, query + 1), self.tokens, self.is_causal)
-                keys = [rect.keys.tokens for rect in rects if not rect.is_empty]
+                keys = [rect.keys for rect in rects if not rect.is_empty]
                 count, some = sum(map(len, keys)), [*itertools.islice(heapq.merge(*keys), LISTED)]
                 if count > LISTED:
                     some += [max(x[-1] for x in keys)]

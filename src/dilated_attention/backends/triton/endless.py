@@ -58,8 +58,8 @@ def _of_branch(index: int, branch: Branch) -> Iterator[EndlessRect]:
                 continue
             period, repeats = (rect.period, rect.repeats) if rect.period else (ENDLESS, 1)
             # heads take turns within a period: the rows of each end with it
-            numbers = [(x.start, x.step, period if turn > 1 else x.last - x.start + 1) for x in rect[:2]]
-            low, high = -ENDLESS if rect.low is None else rect.low, ENDLESS if rect.high is None else rect.high
+            numbers = [(x.start, x.step, period if turn > 1 else x[-1] - x.start + 1) for x in rect[:2]]
+            low, high = max(rect.low, -ENDLESS), min(rect.high, ENDLESS)
             for first, stop in stretches(heads):
                 yield EndlessRect(
                     index, first, stop, neighbours, turn, period, repeats, *numbers[0], *numbers[1], low, high

@@ -22,6 +22,7 @@ from dilated_attention.backends.triton.strips import Strip, Strips, fills, shows
 from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants
 from dilated_attention.backends.triton.tiling import Nests
+from dilated_attention.branches.base import FOREVER
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 
@@ -50,7 +51,7 @@ def prepare(
     aligned = [dim, *(stride for each in strides for stride in each[:3])]
     strips = [each for each in nests if isinstance(each, Strip)]
     has_own_key = all(map(shows_itself, strips))
-    has_band = any((strip.low, strip.high) != (None, None) for strip in strips)
+    has_band = any((strip.low, strip.high) != (-FOREVER, FOREVER) for strip in strips)
     constants = Constants(
         found.parts, dim, *_columns(dim), *config[:2], call.is_causal and not strips,
         call.has_padding, call.drops, has_band, call.has_padding or not has_own_key,

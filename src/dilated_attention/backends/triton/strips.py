@@ -20,7 +20,7 @@ from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.endless import stretches
 from dilated_attention.backends.triton.tiling import Array, Nest, Nests
 from dilated_attention.branches import Blocks
-from dilated_attention.branches.base import Rect, Rows, grouped
+from dilated_attention.branches.base import FOREVER, Rect, grouped
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern
@@ -33,8 +33,8 @@ class Strip:
     """Rows of programs and the rows that these meet, within limits; of some heads that follow one another."""
 
     branch: int
-    low: int | None  # of the position met less that of mine
-    high: int | None
+    low: int  # of the position met less that of mine
+    high: int
     repeats: int
     period: int
     mine: Array  # (M, 3): start, step and stop of queries, or of keys where programs have tiles of keys
@@ -103,32 +103,32 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[Strip]:
     for rect in rects:
         mine = rect.queries
         # at a limit of 0 the diagonal cuts off what no row meets, so that rows may be fewer than others'
-        alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.length
+        alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, FOREVER) else len(mine)
         together.setdefault((alike, *rect[2:]), []).append(rect)
     taken: list[list[Rect]] = []
     strips: dict[Hashable, tuple[int, Rect, list[Ints], list[Ints]]] = {}
     for number, some in enumerate(together.values()):
-        longest = max(some, key=lambda rect: rect.queries.length)
+        longest = max(some, key=lambda rect: len(rect.queries))
         turn = next((i for i, others in enumerate(taken) if not _meets(longest, others)), len(taken))
         taken += [[]] if turn == len(taken) else []
         taken[turn].append(longest)
-        alone = number if longest.low is not None and longest.high is not None else None  # its tiles may be alike
+        alone = number if longest.low > -FOREVER and longest.high < FOREVER else None  # its tiles may be alike
         *_, owned, met = strips.setdefault((turn, alone, *longest[2:]), (turn, longest, [], []))
-        met += [(len(owned), x.start, x.step, x.last + 1, 1) for x in _adjoined(rect.keys for rect in some)]
-        owned.append((longest.queries.start, longest.queries.step, longest.queries.last + 1))
+        met += [(len(owned), x.start, x.step, x[-1] + 1, 1) for x in _adjoined(rect.keys for rect in some)]
+        owned.append((longest.queries.start, longest.queries.step, longest.queries[-1] + 1))
     for turn, rect, owned, met in strips.values():
         yield Strip(branch, *rect[2:], np.array(owned), np.array(met), turn)
 
 
 def _meets(rect: Rect, others: list[Rect]) -> bool:
     """Whether rectangles may have rows of their own in common with this one."""
-    begin, end = rect.queries.start, rect.queries.last + (rect.repeats - 1) * rect.period
+    begin, end = rect.queries[0], rect.queries[-1] + (rect.repeats - 1) * rect.period
     for other in reversed(others):
-        if begin > other.queries.last + (other.repeats - 1) * other.period or end < other.queries.start:
+        if begin > other.queries[-1] + (other.repeats - 1) * other.period or end < other.queries.start:
             continue
         if rect.period == other.period > 0:  # where in a period: alike in all of them
             after = (begin - other.queries.start) % rect.period
-            if other.queries.last - other.queries.start < after < rect.period - (rect.queries.last - begin):
+            if other.queries[-1] - other.queries[0] < after < rect.period - (rect.queries[-1] - begin):
                 continue
         steps = math.gcd(rect.queries.step, other.queries.step, rect.period, other.period)
         if (begin - other.queries.start) % steps == 0:
@@ -136,12 +136,12 @@ def _meets(rect: Rect, others: list[Rect]) -> bool:
     return False
 
 
-def _adjoined(keys: Iterable[Rows]) -> list[Rows]:
+def _adjoined(keys: Iterable[range]) -> list[range]:
     """The same keys in fewer runs: those that continue others are one with them."""
-    joined: list[Rows] = []
-    for rows in sorted(keys):
-        if joined and rows.step == joined[-1].step and rows.start == joined[-1].last + rows.step:
-            joined[-1] = joined[-1]._replace(length=joined[-1].length + rows.length)
+    joined: list[range] = []
+    for rows in sorted(keys, key=lambda keys: (keys.start, keys.step, len(keys))):
+        if joined and rows.step == joined[-1].step and rows.start == joined[-1][-1] + rows.step:
+            joined[-1] = range(joined[-1].start, rows.stop, rows.step)
         else:
             joined.append(rows)
     return joined
@@ -168,7 +168,8 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Iterator[Strip]:
         met = before + which[first], begin + other[first] * size, 1, next(ends), 1
         runs.append(np.stack(np.broadcast_arrays(*met), 1))
         before += len(numbers)
-    low, high = (0 if call.is_causal and is_later else None for is_later in (of_keys, not of_keys))
+    low = 0 if call.is_causal and of_keys else -FOREVER
+    high = FOREVER if of_keys or not call.is_causal else 0
     if before:
         yield Strip(branch, low, high, 1, 0, np.concatenate(rows), np.concatenate(runs))
 
@@ -200,7 +201,7 @@ def tiles_in(mine: Array, own: int) -> Array:
 
 def _inner(strip: Strip, own: int) -> range:
     """The tiles that are full and meet as many rows as any, where all move along on both sides."""
-    if strip.low is None or strip.high is None or strip.repeats > 1 or len(strip.met) > 1:
+    if strip.low == -FOREVER or strip.high == FOREVER or strip.repeats > 1 or len(strip.met) > 1:
         return range(0)
     (start, step, stop), (_, key, key_step, key_stop, _) = strip.mine[0].tolist(), strip.met[0].tolist()
     size = own * step
@@ -215,7 +216,7 @@ def shows_itself(strip: Strip) -> bool:
     mine = strip.mine[which].T
     in_step = (mine[1] == step) & ((mine[0] - first) % step == 0)
     own = np.bincount(which[in_step & (first <= mine[0]) & (mine[2] <= stop)], minlength=len(strip.mine))
-    return bool(own.all()) and (strip.low or 0) <= 0 <= (strip.high or 0)
+    return bool(own.all()) and strip.low <= 0 <= strip.high
 
 
 def fills(nests: Nests | Strips) -> bool:

@@ -150,7 +150,7 @@ def _of_strips(demand: Demand, strips: Strips) -> Made:
     rows, parts, tile = [], [], 0
     every = (piece for strip in strips for piece in pieces(strip, demand.own))
     for (low, high), alike in grouped(every, lambda piece: (piece.low, piece.high)).items():  # made at once
-        limits = (-NONE if low is None else low), (NONE if high is None else high)
+        limits = max(low, -NONE), min(high, NONE)
         mine, met, many = [], [], 0
         for piece in alike:
             counts = tiles_in(piece.mine, demand.own)

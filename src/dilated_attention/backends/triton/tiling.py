@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.branches.base import FOREVER
 from dilated_attention.checks import Ints
 
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
@@ -72,7 +73,7 @@ def rows_of(rates: Ints, offset: int) -> list[tuple[int, int, int]]:
     return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-LIMITS: dict[str, tuple[int | None, int | None]] = {"all": (None, None), "earlier": (None, 0), "later": (0, None)}
+LIMITS: dict[str, tuple[int, int]] = {"all": (-FOREVER, FOREVER), "earlier": (-FOREVER, 0), "later": (0, FOREVER)}
 
 
 def tiling(
@@ -123,7 +124,7 @@ def _regions(widths: Ints, length: Array, sees: str) -> tuple[Array, Array, Arra
     return period, np.array(branches), np.array(firsts), np.array(lasts)
 
 
-def tiles_of(mine: Tensor, met: Tensor, low: int | None, high: int | None, own: int, other: int) -> Tiling:
+def tiles_of(mine: Tensor, met: Tensor, low: int, high: int, own: int, other: int) -> Tiling:
     """The tiles of rows and what these meet, if low <= position met - own position <= high.
 
     ``mine``: (M, 4), start, step, stop and number of tiles; ``met``: (..., 5), which of mine, rising; start, step,
@@ -163,9 +164,7 @@ def _ends_late(x: Tensor, rows: Tensor | int) -> Tensor:
     return (x[:, 0] + (rows - 1) * x[:, 1] >= x[:, 2]).any()
 
 
-def _runs_of(
-    rows: Tensor, base: Tensor, last: Tensor, low: int | None, high: int | None, other: int
-) -> tuple[Tensor, Tensor]:
+def _runs_of(rows: Tensor, base: Tensor, last: Tensor, low: int, high: int, other: int) -> tuple[Tensor, Tensor]:
     """What tiles of rows from ``base`` to ``last`` meet of these: a run of whole tiles (E, 5), and one on either side
     of them that the limits cut (E, 2, 5)."""
     start, step, stop, times = rows.T
@@ -174,12 +173,8 @@ def _runs_of(
     def before(token: Tensor) -> Tensor:
         return torch.minimum(-((start - token) // step).clamp(max=0), count)
 
-    begin = sure = torch.zeros_like(base)
-    end = upto = count
-    if low is not None:
-        begin, sure = before(base + low) // other * other, before(last + low)  # whole tiles: none ends beyond the last
-    if high is not None:
-        end, upto = before(last + high + 1), before(base + high + 1)
+    begin, sure = before(base + low) // other * other, before(last + low)  # whole tiles: none ends beyond the last
+    end, upto = before(last + high + 1), before(base + high + 1)
     tiles = -((begin - torch.maximum(begin, end)) // other)
     cut = torch.minimum(-((begin - torch.maximum(begin, sure)) // other), tiles)
     inside = ((torch.minimum(upto, end) - begin) // other - cut).clamp(min=0)
