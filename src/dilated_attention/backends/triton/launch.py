@@ -98,7 +98,7 @@ def _numbers(call: Call) -> tuple[float, ...]:
 class Launch:
     """A kernel with its numbers and constants, and its table if it has one; called with tensors, in the kernel's order.
 
-    An optional tensor that is None is never read: the first one stands in for it.
+    An optional tensor that is not there is never read: any other one stands in for it.
     """
 
     def __init__(
@@ -124,14 +124,13 @@ class Launch:
             made = self.kernel.warmup(*self.dtypes, *self.given, grid=self.grid, **self.options)
             made[self.grid]  # which Triton 3.6 compiles in C, for half a second
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self(first, *others)
+                self(*tensors)
             return
         if self.on_device and torch.cuda.is_current_stream_capturing():
             CACHE.pinned.add(self)
-        tensors = [first, *(first if x is None else x for x in others)]
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart

@@ -66,8 +66,10 @@ def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> Pair:
     out = prepared.results_like(q)
     if prepared.blank:
         lse.fill_(-torch.inf)
+    # an optional tensor that is not there is never read: q stands in for it
+    given = (q if padding is None else padding, q if ends is None else ends, q if inputs.seed is None else inputs.seed)
     for kernel in prepared.launches:
-        kernel(q, k, v, out, lse, padding, ends, inputs.seed)
+        kernel(q, k, v, out, lse, *given)
     return out, lse
 
 
@@ -98,8 +100,8 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     dq, dk, dv = map(prepared.results_like, (q, k, v))
     stats = torch.empty((call.samples, call.heads, call.queries, 2), dtype=torch.float32, device=q.device)
     out, lse = results.out.contiguous(), results.lse.contiguous()
-    dlse = results.dlse.resolve_neg().contiguous() if results.dlse is not None else None
-    given = (None if inputs.padding is None else inputs.padding.contiguous(), inputs.seed)
+    dlse = q if results.dlse is None else results.dlse.resolve_neg().contiguous()
+    given = (q if inputs.padding is None else inputs.padding.contiguous(), q if inputs.seed is None else inputs.seed)
     for kernel in prepared.launches:
         if kernel.name == "dq":
             kernel(q, k, v, dout, out, lse, dlse, dq, stats, *given)
@@ -145,4 +147,7 @@ def _compile(launches: tuple[Launch, ...]) -> None:
 
 def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with a unit last stride and no sign to be turned, which the kernels take for granted."""
-    return tuple((x if x.stride(-1) == 1 else x.contiguous()).resolve_neg() for x in tensors)
+    for x in tensors:
+        if x.is_neg() or x.stride(-1) != 1:
+            return tuple((x if x.stride(-1) == 1 else x.contiguous()).resolve_neg() for x in tensors)
+    return tensors
