@@ -47,6 +47,16 @@ settings.load_profile("no-deadline")
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports drop next to nothing: looking for it in between took a fifth of their time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     has_device = torch.cuda.is_available() or INTERPRETED
     for item in items:
