@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, StaticCache
 from transformers.models.auto import AutoModelForCausalLM
 
-from dilated_attention import Dilated, DilatedPattern, Pattern, Prefix, Window
+from dilated_attention import Dilated, DilatedPattern, Pattern, Prefix, Window, ranks
 from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, register, set_pattern
 from tests.over_ranks import changed
+
+ranks.PRELOADED.append(__name__)  # each rank would import transformers for itself, in three seconds
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
 UNION = Pattern([Window(3), Dilated(16, 4), Prefix(2), Window(4, rate=2, heads=[0])])
