@@ -125,6 +125,7 @@ def check(attend: Attention, pattern: Pattern, config: LMConfig, given: dict[str
 
 def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Milliseconds of each kind of layer's attention, forward and with backward, and of a whole step."""
+    torch.compiler.reset()  # or FlexAttention gives up compiling after eight lengths and modes
     window, config = config_of(name, shrink)
     near, full = sides_of(window, given["device"])[side]
     kinds = {"window": (near, config.patterns[0]), "full": (full, FULL)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern
+from dilated_attention import Dense, Dilated, DilatedPattern, Pattern, Window
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.triton import dispatch, nesting
 from dilated_attention.backends.triton.dispatch import TileConfig
@@ -189,6 +189,24 @@ def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> Non
     few, more = (DilatedPattern(rule, (w, 2 * w, 4 * w), (1, 2, 4)) for w in (1024, 2048))  # 1,792 keys a row; 3,584
     assert dispatch.measured_as(call_for(pattern=more)) == ("apart" if rule == "torchscale" else form)
     assert dispatch.measured_as(call_for(pattern=few)) == ("apart thin" if rule == "torchscale" else form)
+
+
+@pytest.mark.parametrize(
+    ("branches", "form"),
+    [
+        ([Dense()], "dense"), ([Dilated(4096)], "dense"), ([Dilated(4096, 2)], "band"), ([Dense(heads=[0])], "band"),
+        ([Dense(), Dense()], "band"), ([Window(99)], "band"),
+    ],
+)  # fmt: skip
+def test_patterns_that_are_dense_problems_run_where_these_are_fastest(
+    h200: None, monkeypatch: pytest.MonkeyPatch, branches: list[Any], form: str
+) -> None:
+    """Of other patterns that are no DilatedPattern torch's kernels take none."""
+    give_table(monkeypatch, library_from={"forward 64 dense": 1, "backward 64 dense": 1})
+    for is_backward in (False, True):
+        asked = call_for(pattern=Pattern(branches))
+        assert dispatch.form_of(asked, alone=True) == dispatch.measured_as(asked) == form
+        assert triton.preference(asked, is_backward)[0] == (form == "band")
 
 
 def test_every_measured_tile_is_tested() -> None:

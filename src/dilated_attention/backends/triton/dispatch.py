@@ -20,6 +20,7 @@ import torch
 from dilated_attention.backends.triton import strips
 from dilated_attention.backends.triton.endless import too_many
 from dilated_attention.backends.triton.nesting import groups
+from dilated_attention.branches import Dense, Dilated
 from dilated_attention.call import ON_DEVICE, Call
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern
@@ -84,9 +85,9 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
         return False, "in float32 torch's are faster"
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
-    if not isinstance(call.pattern, DilatedPattern):
-        return True, "of torch's kernels none takes such a pattern without a mask"
     form = measured_as(call)
+    if form == "band":
+        return True, "of torch's kernels none takes such a pattern without a mask"
     first = torch_faster_from(call, form, backward)
     if first is None:
         ours = form == "nested" and call.head_dim <= 64
@@ -120,13 +121,16 @@ def measured_as(call: Call) -> str:
 def form_of(call: Call, alone: bool) -> str:
     """What measurements tell calls apart by; ``alone``: each branch has a table of its own.
 
-    "band": any pattern that is no DilatedPattern; "dense": each segment is one dense problem; "nested": some pairs are
-    computed once for several branches; "apart": several launches, each of which takes in what the others found; "":
-    anything else, in one launch.
+    "dense": each segment is one dense problem; "band": any other pattern that is no DilatedPattern; "nested": some
+    pairs are computed once for several branches; "apart": several launches, each of which takes in what the others
+    found; "": anything else, in one launch.
     """
-    if not isinstance(call.pattern, DilatedPattern):
-        return "band"
-    if call.pattern.dilation_rates == (1,):
+    pattern = call.pattern
+    if not isinstance(pattern, DilatedPattern):
+        first, *more = pattern.branches
+        whole = isinstance(first, Dense) or (isinstance(first, Dilated) and first.rate == 1)
+        return "dense" if whole and first.heads is None and not more else "band"
+    if pattern.dilation_rates == (1,):
         return "dense"
     found = groups(call.dilated, call.is_causal, alone)
     if any(len(group) > 1 for group in found):
