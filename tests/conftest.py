@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """At once, where time may run out before the end."""
+    if report.failed and "CHUNK" in os.environ:
+        print(report.longreprtext, flush=True)
+
+
 def dealt(items: list[pytest.Item], share: int, shares: int) -> list[pytest.Item]:
     """A share of so many, dealt in blocks: neighbours share kernels, and files differ in length.
 
