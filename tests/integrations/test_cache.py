@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from dilated_attention.integrations.transformers import DilatedCache
+from dilated_attention.integrations.transformers.config import ALL
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.testing import error
 from tests.integrations import hf
@@ -196,6 +197,6 @@ def test_a_second_attention_on_the_same_tokens_is_refused() -> None:
     layer = DilatedCache(hf.config_of()).layers[0]
     rows = torch.randn(1, 2, 5, 8)
     keys, values = (x.transpose(1, 2) for x in layer.update(rows, rows))
-    layer.attend(keys, keys, values, Grid(5, 5), None)
+    layer.attend(keys, keys, values, Grid(5, 5, ALL), None)
     with pytest.raises(RuntimeError, match="no model with two attentions in a layer"):
-        layer.attend(keys, keys, values, Grid(5, 5), None)
+        layer.attend(keys, keys, values, Grid(5, 5, ALL), None)

@@ -57,10 +57,10 @@ class Grid(BlockMask):
 
     queries: int  # n
     keys: int  # N; a static cache has room for more than it holds
+    own: Pattern  # what the model itself does in these layers
     start: int | Tensor = 0  # the column of the first query; () of a static cache
     padding: Padding | None = None
     documents: Tensor | None = None  # cu_seqlens of all rows one after the other, on the CPU
-    own: Pattern = ALL  # what the model itself does in these layers
     placed: Padding | None = None  # for that: as the model does, it counts padding that is between tokens
     dropped: int = 0  # columns that a cache has dropped: the keys begin after them
     is_causal: bool = True
@@ -120,7 +120,7 @@ def grid_mask(
     if not is_causal and kv_length != q_length:
         raise ValueError("dilated attention takes no cross-attention")
     own = own_pattern(config, local_size, is_causal)
-    grid = Grid(q_length, kv_length, q_offset, own=own, dropped=kv_offset, is_causal=is_causal)
+    grid = Grid(q_length, kv_length, own, q_offset, dropped=kv_offset, is_causal=is_causal)
     if is_causal and mask_function is not causal_mask_function:
         if kv_length == q_length and attention_mask is None:
             return replace(grid, documents=_documents(mask_function, own, batch_size, kv_length, device))
