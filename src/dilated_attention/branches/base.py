@@ -161,14 +161,30 @@ class Rect(NamedTuple):
 
     def pairs(self) -> int:
         """How many (query, key) pairs there are."""
-        return self.repeats * sum(one._up_to(one.high) - one._up_to(one.low - 1) for one in self.even())
+        return 0 if self.is_empty else self.repeats * (self._up_to(self.high) - self._up_to(self.low - 1))
 
     def _up_to(self, limit: int) -> int:
-        """The pairs of one repeat with key - query <= limit: of triangles."""
-        rows, keys = len(self.queries), len(self.keys)
-        most = (limit - self.keys.start + self.queries.start) // self.queries.step  # of key row - query row
-        sides = (most + rows, 1), (most, -1), (most + rows - keys, -1), (most - keys, 1)
-        return sum(sign * side * (side + 1) // 2 for side, sign in sides if side > 0)
+        """The pairs of one repeat with key - query <= limit."""
+        step, count, divisor, most = self.queries.step, len(self.queries), self.keys.step, len(self.keys)
+        first = self.queries.start + limit - self.keys.start
+        # query i sees (first + i * step) // divisor + 1 keys, from 0 to all of them
+        begin = min(count, max(0, -(first // step)))
+        end = max(begin, min(count, -((first - (most - 1) * divisor) // step)))
+        n = end - begin
+        return n + sum_of_floors(n, step, first + begin * step, divisor) + (count - end) * most
+
+
+def sum_of_floors(count: int, step: int, first: int, divisor: int) -> int:
+    """The sum of (first + i * step) // divisor over i < count, none of which is negative; as in Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+        step, first = step % divisor, first % divisor
+        top = count * step + first
+        if top < divisor:
+            break
+        count, first, step, divisor = top // divisor, top % divisor, divisor, step
+    return total
 
 
 @dataclass(frozen=True, repr=False)
