@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,24 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kern
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_trial_in_gluon(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+    """benchmarks/gluon.py, with Hopper's matrix products and copies; Gluon's API changes from version to version."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import gluon
+
+    driver.set_active(Driver(90))
+    kernel = Compiled(gluon.attention_kernel)
+    monkeypatch.setattr(gluon, "attention_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    x = torch.empty(1, 4096, 2, 128, dtype=BRAIN)
+    gluon.sides((x, x, x), 2048, is_causal)["Gluon"]()
+    check(90, kernel.made[0])
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc.sync.aligned.u32 \t240"):
+        assert instruction in kernel.made[0].asm["ptx"]
 
 
 @pytest.mark.slow
