@@ -6,6 +6,7 @@ Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def seems_finite(q: Tensor) -> bool:
 
     Only a CPU looks: on other devices the host would wait for the answer.
     """
-    return q.device.type != "cpu" or bool(q.sum().isfinite())
+    return q.device.type != "cpu" or math.isfinite(q.sum().item())
 
 
 def without_silent_rows(call: Call, inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:

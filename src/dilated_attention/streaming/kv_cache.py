@@ -29,7 +29,8 @@ from dilated_attention.backends.tensors import finished, no_autocast, readable, 
 from dilated_attention.blocks import View
 from dilated_attention.branches import Dense
 from dilated_attention.branches.base import FOREVER
-from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
+from dilated_attention.call import DEFAULT_SCALE, Call, Settings, accumulate_dtype, settings
+from dilated_attention.checks import Ints
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import away
 from dilated_attention.resolve import computed_dtype
@@ -145,13 +146,18 @@ class KVCache:
         """One token per sample, on the device: the host waits for nothing."""
         samples, _, heads, dim = q.shape
         query, new = q.reshape(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
-        out = torch.zeros_like(query)
-        lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+        found = []
         for table, rows, (place, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
-            here, pick = (slice(None), *place), table.pick
-            with any_mode():
-                rows[here] = torch.where(absent, rows[here], new[:, :, pick, None])
-            out[:, pick], lse[:, pick] = _seen(query[:, pick], rows, hidden, scale, backend)
+            every, some = rows.flatten(1, 3), new[:, :, table.pick, None]
+            some = some.expand(-1, -1, -1, len(table.sizes), -1).flatten(1, 3)
+            every.index_copy_(1, place, some if absent is None else torch.where(absent, every[:, place], some))
+            found.append(_seen(query[:, table.pick].flatten(0, 1), rows.flatten(1, 2), hidden, scale, backend))
+        out, lse = found[0]
+        if len(self.tables[0].heads) < self.kv_heads:
+            out = torch.zeros_like(query)
+            lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+            for table, pair in zip(self.tables, found, strict=True):
+                out[:, table.pick], lse[:, table.pick] = (x.view(samples, -1, *x.shape[1:]) for x in pair)
         return out.view(q.shape), lse.view(samples, 1, heads)
 
     def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:
@@ -213,26 +219,36 @@ class KVCache:
 
 def _call(q: Tensor, k: Tensor, scale: float, backend: Backend) -> Call:
     """Of one query of each sample, (b, 1, g, D), over kept rows, (b, S, 1, D), of which some are hidden."""
-    return Call(DENSE, scale=scale, backend=backend).of(q, k, k, k.shape[1] - 1)
+    return _made(q.shape, k.shape, q.dtype, q.device, scale, backend, settings(q.dtype, q.device))
+
+
+@functools.lru_cache(maxsize=256)
+def _made(
+    q: Ints, k: Ints, dtype: torch.dtype, device: torch.device, scale: float, backend: Backend, now: Settings
+) -> Call:
+    """Made once for the layers and steps that are alike: of a short step, it would take a large part."""
+    return Call(DENSE, scale=scale, backend=backend).with_shapes(q, k, dtype, device, True, k[1] - 1)
 
 
 def _seen(q: Tensor, kv: Tensor, hidden: Tensor, scale: float, backend: Backend) -> Pair:
-    """(out, lse) of one query of each sample, (B, h, g, D), over kept rows but those that are hidden from it."""
+    """(out, lse) of one query of each head, (m, g, D), over kept rows, (2, m, S, D), but those hidden from it, (m, S).
+
+    Each head of each sample is a sample here, with a mask of its own.
+    """
     if q.device.type != "cpu" or backend not in ("auto", "eager"):
-        query = q.reshape(-1, 1, *q.shape[2:])
-        keys, values = (x.flatten(0, 1).unsqueeze(2) for x in kv)  # each head is a sample, with a mask of its own
+        query, (keys, values) = q.unsqueeze(1), kv.unsqueeze(3)
         call = _call(query, keys, scale, backend)
         if backend == "sdpa" or choose(call).is_whole:
-            out, lse = run.forward(call, Inputs(query, keys, values, hidden.flatten(0, 1)))
-            return out.view(q.shape), lse.view(q.shape[:3])
+            out, lse = run.forward(call, Inputs(query, keys, values, hidden))
+            return out.view(q.shape), lse.view(q.shape[:2])
     exact = accumulate_dtype(q.dtype)
     with no_autocast(q.device):
         keys, values = (x.to(q.dtype).to(exact) for x in kv)  # as autocast rounds them
-        scores = (without_infinity(q).to(exact) @ keys.mT).mul_(scale)
-        scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        scores = torch.bmm(without_infinity(q).to(exact), keys.mT).mul_(scale)
+        scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(-1)
-        weights = scores.sub_(lse.unsqueeze(3).clamp(min=torch.finfo(exact).min)).exp_()
-        out = weights @ values
+        weights = scores.sub_(lse.unsqueeze(2).clamp(min=torch.finfo(exact).min)).exp_()
+        out = torch.bmm(weights, values)
         if not seems_finite(out):  # 0 * NaN of a row that is hidden
-            out = weights @ values.masked_fill(hidden.unsqueeze(3), 0.0)
+            out = torch.bmm(weights, values.masked_fill(hidden.unsqueeze(2), 0.0))
     return out.to(q.dtype), lse

@@ -22,9 +22,9 @@ from dilated_attention.pattern import Pattern
 class Slot(NamedTuple):
     """Where the next token of each sample belongs, and what it sees."""
 
-    place: tuple[Tensor, Tensor, Tensor]  # sample, head and slot, broadcast to (B, h, b)
-    absent: Tensor  # (B, h, b, 1), which heads do not keep it for a branch
-    hidden: Tensor  # (B, h, S), the slots that it does not see
+    place: Tensor  # (B * h * b,), among the slots of all samples and heads
+    absent: Tensor | None  # (B * h * b, 1), which heads do not keep it for a branch; None: all keep every token
+    hidden: Tensor  # (B * h, S), the slots that it does not see
 
 
 class Table:
@@ -42,6 +42,7 @@ class Table:
             self.count = torch.tensor([[one.rows(tokens) for one in some] for some in kept], device=device)
             sizes = self.count.amax(0).clamp(min=1)
             self.begin, self.sizes = sizes.cumsum(0) - sizes, sizes.tolist()
+            self.takes_all = all((one.offset, one.step, one.most) == (0, 1, FOREVER) for some in kept for one in some)
             self.number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)  # (S,) the branch of a slot
         neighbours = heads[-1] - heads[0] == len(heads) - 1
         self.pick = slice(heads[0], heads[-1] + 1) if neighbours else self.head  # of all heads
@@ -73,9 +74,9 @@ class Table:
             self._ask(at, (at - distance).clamp(min=0), hidden)
         if count is not None:
             hidden |= (count == 0)[:, None, None]
-        sample, head = (torch.arange(size, device=at.device) for size in absent.shape[:2])
-        column = self.begin + row.masked_fill(absent, 0)
-        return Slot((sample[:, None, None], head[:, None], column), absent.unsqueeze(3), hidden)
+        first = torch.arange(0, hidden.numel(), hidden.shape[2], device=at.device).view(*hidden.shape[:2], 1)
+        place = first + self.begin + row.masked_fill(absent, 0)
+        return Slot(place.flatten(), None if self.takes_all else absent.view(-1, 1), hidden.flatten(0, 1))
 
     def _ask(self, at: Tensor, token: Tensor, hidden: Tensor) -> None:
         """Hide what only a branch's definition can tell, and what an earlier branch shows, where it counts."""

@@ -72,6 +72,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> P
     return out, lse
 
 
+@functools.lru_cache(maxsize=1024)
 def configure(call: Call) -> DecodeConfig:
     """Key tiles of at most 16 KiB, split so far that all processors have work, but not beyond single tiles."""
     block_dim = max(16, triton.next_power_of_2(call.head_dim))

@@ -25,10 +25,9 @@ BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came bef
 class Chunk(NamedTuple):
     """The last tokens, real ones first, and where they are in their sequences."""
 
-    kv: Tensor  # (2, B, n, Hk, D)
+    kv: Tensor | None  # (2, B, n, Hk, D); None: a single token, which was kept at once
     real: Tensor  # (B, n), in the order of the input; fewer than n after a crop
     at: Tensor
-    is_kept: bool  # as a single token is at once
 
 
 class DilatedLayer(CacheLayerMixin):
@@ -73,34 +72,40 @@ class DilatedLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of new tokens, real ones first. They are the last chunk now, and that before them is kept."""
         assert self.kept is not None
-        samples, n = q.shape[:2]
+        n = q.shape[1]
+        self.kept.reserve(self.length)
+        tables = self.kept.tables
+        if self.shared.get(tables, (None,))[0] is not grid:  # the host waits once for all layers that are alike
+            self.shared[tables] = grid, *self.placed(grid, len(q), n, q.device)
+        _, chunk, count, slots = self.shared[tables]
+        if self.waiting != n:
+            raise RuntimeError("DilatedCache takes no model with two attentions in a layer: use DynamicCache")
+        self.waiting, last = 0, self.last
+        self.is_padded |= grid.padding is not None
+        if last is not None and last.kv is not None:
+            self.kept.keep(last.kv[0], last.kv[1], last.at, last.real.sum(1))
+        out, lse = self.kept.attend(q, k, v, chunk.at, count, scale=scale, slots=slots)
+        if n > 1:
+            with any_mode():
+                chunk = chunk._replace(kv=torch.stack((k, v)))
+        self.last = chunk
+        return out, lse
+
+    @any_mode()
+    def placed(
+        self, grid: Grid, samples: int, n: int, device: torch.device
+    ) -> tuple[Chunk, Tensor | None, list[Slot] | None]:
+        """Where n tokens are: a chunk without rows, how many are real, if not all, and the slots of a single one."""
+        assert self.kept is not None
         between = grid.placed.hidden if grid.placed and self.pattern.text == grid.own.text else None
         if between is not None and bool(between.any()):
             raise ValueError("DilatedCache takes no padding between tokens in windows and chunks: pad on the left")
-        if self.waiting != n:
-            raise RuntimeError("DilatedCache takes no model with two attentions in a layer: use DynamicCache")
-        self.waiting = 0
-        if self.last is not None and not self.last.is_kept:
-            self.kept.keep(self.last.kv[0], self.last.kv[1], self.last.at, self.last.real.sum(1))
-        self.kept.reserve(self.length)
-        at, count = grid.first(q.device).expand(samples), None
-        real = torch.ones(samples, n, dtype=torch.bool, device=q.device)
+        at, count = grid.first(device).expand(samples).clone(), None
+        real = torch.ones(samples, n, dtype=torch.bool, device=device)
         if grid.padding is not None:
-            self.is_padded, real = True, grid.padding.real
+            real = grid.padding.real
             count = real.sum(1)
-        slots = self.slots(grid, at, count) if n == 1 else None
-        out, lse = self.kept.attend(q, k, v, at, count, scale=scale, slots=slots)
-        with any_mode():
-            self.last = Chunk(torch.stack((k, v)), real, at.clone(), is_kept=n == 1)
-        return out, lse
-
-    def slots(self, grid: Grid, at: Tensor, count: Tensor | None) -> list[Slot]:
-        """Those of a token, made once for all layers that are alike: they have the grid in common."""
-        assert self.kept is not None
-        tables = self.kept.tables
-        if self.shared.get(tables, (None,))[0] is not grid:
-            self.shared[tables] = grid, self.kept.slots(at, count)
-        return self.shared[tables][1]  # type: ignore[no-any-return]
+        return Chunk(None, real, at), count, self.kept.slots(at, count) if n == 1 else None
 
     def check_samples(self, samples: int) -> None:
         """Raise if there are others than before: one would get the rows of another."""
@@ -147,7 +152,7 @@ class DilatedLayer(CacheLayerMixin):
         if -tokens_to_remove > held:
             raise ValueError(f"DilatedCache can forget the last {held} tokens, and not {-tokens_to_remove}")
         if tokens_to_remove and self.last is not None:
-            self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove], is_kept=False)
+            self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove])
             self.length += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -159,7 +164,8 @@ class DilatedLayer(CacheLayerMixin):
             indices = torch.arange(len(self.kept.like), device=self.device)[indices.to(self.device)]
             self.kept.select(indices)
             if (last := self.last) is not None:
-                self.last = Chunk(last.kv.index_select(1, indices), last.real[indices], last.at[indices], last.is_kept)
+                kv = None if last.kv is None else last.kv.index_select(1, indices)
+                self.last = Chunk(kv, last.real[indices], last.at[indices])
 
     reorder_cache = batch_select_indices
 

@@ -134,5 +134,9 @@ def pattern_of(module: Any, own: Pattern) -> Pattern:
 
 def is_first(module: Any) -> bool:
     """Whether an attention module is the first of its model. Layers before it may be of another kind."""
-    first = next((index for index, kind in enumerate(kinds_of(module.config)) if kind in FULL), 0)
+    first = getattr(module, "_first", None)  # to read a config takes long
+    if first is None:
+        first = next((index for index, kind in enumerate(kinds_of(module.config)) if kind in FULL), 0)
+        if not torch.compiler.is_compiling():
+            module._first = first
     return getattr(module, "layer_idx", None) in (None, first)
