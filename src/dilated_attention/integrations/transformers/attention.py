@@ -120,6 +120,8 @@ def attend(
     if grid.dropped and not is_own:
         raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
     padding, hidden = grid.placed if is_own and kept is None else grid.padding, None
+    if kept is not None and q.shape[1] == 1:
+        padding = None  # a single token is in order
     if padding:
         order = padding.order if kept is None else padding.query_order  # a DilatedCache is given the new tokens alone
         q, k, v, hidden = taken(q, padding.query_order), taken(k, order), taken(v, order), padding.hidden
