@@ -34,11 +34,12 @@ PICTURES = {
 
 
 def read(folder: Path) -> tuple[list[Result], dict[str, float]]:
-    """The runs that have come to their end, and the baselines that need no network."""
+    """The runs that have come to their end, and the baselines that need no network, of the same text."""
     found = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
-    runs = [one for one in found if "attention" in one and "part" in one and one["complete"]]
-    bits = [one["bits"] for one in found if one.get("run") == "baselines" and one["complete"] and "part" not in one]
-    return [one for one in runs if one["part"] != "pilot"], bits[-1] if bits else {}
+    runs = [one for one in found if one.get("part", "pilot") != "pilot" and one["complete"]]
+    texts = {one["data"]["sha256"] for one in runs}
+    bits = [one["bits"] for one in found if one.get("run") == "baselines" and one["data"]["sha256"] in texts]
+    return runs, bits[-1] if bits else {}
 
 
 def grouped(runs: Iterable[Result]) -> Groups:

@@ -239,6 +239,9 @@ def test_tables_and_pictures(tmp_path: Path) -> None:
     ]
     for one in (*registered(), *explored):
         (tmp_path / f"{one['attention']}-{one['window']}-{one['seed']}.json").write_text(json.dumps(one))
+    for text, bits in (("0", 2.5), ("1", 1.5)):  # the second is of another text, as those of earlier runs
+        baselines = {"run": "baselines", "complete": True, "data": {"sha256": text}, "bits": {"xz -9e": bits}}
+        (tmp_path / f"baselines-{text}.json").write_text(json.dumps(baselines))
     (tmp_path / "results.md").write_text((ROOT / "docs/results.md").read_text(encoding="utf-8"), encoding="utf-8")
     for _ in range(2):  # the second time changes nothing
         tasks_shown.show(tmp_path, tmp_path)
@@ -248,6 +251,7 @@ def test_tables_and_pictures(tmp_path: Path) -> None:
             ["3", "50 %", "0M", "0", "0.70", "0.70", "0.70"], ["1", "50 %", "0M", "0", "0.25", "0.25", "0.25"],
             ["3", "50 %", "0M", "0", "0.70", "0.70", "0.70"],
         ]  # fmt: skip
+    assert next(line for line in lines if line.startswith("| xz")).split()[-2] == "2.500"
     assert len([*tmp_path.glob("tasks-*.svg")]) == 4
     cells = tasks_shown.recall(tasks_shown.grouped(registered()))["data"]["values"]
     assert {(one["name"], round(one["right"], 6)) for one in cells} == {
