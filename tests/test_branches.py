@@ -15,7 +15,7 @@ from torch import Tensor
 import dilated_attention as da
 from dilated_attention import Pattern, dilated_attention, reference, testing
 from dilated_attention.branches import KINDS, Blocks, Branch, Dense, Dilated, Global, Prefix, Strided, Window
-from dilated_attention.branches.base import Rect, rows_at
+from dilated_attention.branches.base import Rect
 from dilated_attention.call import Call
 from dilated_attention.plan import plan
 
@@ -126,7 +126,7 @@ class Mirror(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         for query in queries:
             if query < self.tokens and (self.tokens - 1 - query <= query or not is_causal):
-                yield Rect(rows_at(0, 1, query, query + 1), rows_at(0, 1, self.tokens - 1 - query, self.tokens - query))
+                yield Rect(range(query, query + 1), range(self.tokens - 1 - query, self.tokens - query))
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

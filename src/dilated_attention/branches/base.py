@@ -61,11 +61,6 @@ def moved(rows: range, tokens: int) -> range:
     return range(rows.start + tokens, rows.stop + tokens, rows.step)
 
 
-def rows_at(offset: int, rate: int, first: int, stop: int) -> range:
-    """The tokens in [first, stop) that are ``offset`` modulo ``rate``."""
-    return range(first + (offset - first) % rate, stop, rate)
-
-
 class Rect(NamedTuple):
     """Queries and keys that see one another, if low <= key - query <= high, in tokens. So many times, each a period
     after the one before."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, rows_at
+from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect
 from dilated_attention.checks import check_int
 
 
@@ -56,7 +56,7 @@ class Window(Branch):
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         low, high = self.limits
         for first in range(queries.start, min(queries.stop, queries.start + self.rate)):
-            rows, keys = rows_at(first, self.rate, first, queries.stop), rows_at(first, self.rate, 0, n)
+            rows, keys = range(first, queries.stop, self.rate), range(first % self.rate, n, self.rate)
             yield Rect(rows, keys).between(low, 0 if is_causal else high)
 
     def repeats(self) -> tuple[int, int]:
