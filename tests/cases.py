@@ -68,6 +68,7 @@ UNIONS = {  # of the paths whose rule is how overlaps count
     "blocks": [Window(3), Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)])],
     "by heads": [Window(4, heads=[0]), Strided(3, heads=[1]), Dilated(10, 2, heads=[0, 1])],
     "dense": [Window(2), Dense(), Prefix(2)],
+    "whole": [Dense()],
 }
 FEW_ROWS = 32  # queries that our decoding kernel takes at any head dim
 

@@ -208,7 +208,8 @@ PATHS |= {  # the same with patterns of any branches
         ("packed", ("rule", "is_causal", "pattern")), ("few", ("rule", "is_causal", "pattern", "rows")),
     )
 }  # fmt: skip
-AHEAD = ("strided", "by heads", "global", "dense")  # whose queries see all later tokens, for which no stream can wait
+# queries of these see all later tokens, for which no stream can wait
+AHEAD = ("strided", "by heads", "global", "dense", "whole")
 PATHS |= {
     "union_stream": Path(
         {

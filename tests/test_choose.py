@@ -13,7 +13,9 @@ from dilated_attention import Dense, Dilated, DilatedPattern, Pattern, Window
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.triton import dispatch, nesting
 from dilated_attention.backends.triton.dispatch import TileConfig
+from dilated_attention.branches import Branch
 from dilated_attention.call import Call
+from dilated_attention.plan import plan
 from tests import test_triton_gpu
 
 CUDA = torch.device("cuda", 0)
@@ -194,7 +196,7 @@ def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(
     ("branches", "form"),
     [
-        ([Dense()], "dense"), ([Dilated(4096)], "dense"), ([Dilated(4096, 2)], "band"), ([Dense(heads=[0])], "band"),
+        ([Dense()], "dense"), ([Dilated(4096)], "dense"), ([Dilated(4096, 2)], "band"), ([Dense(heads=[0])], "dense"),
         ([Dense(), Dense()], "band"), ([Window(99)], "band"),
     ],
 )  # fmt: skip
@@ -207,6 +209,24 @@ def test_patterns_that_are_dense_problems_run_where_these_are_fastest(
         asked = call_for(pattern=Pattern(branches))
         assert dispatch.form_of(asked, alone=True) == dispatch.measured_as(asked) == form
         assert triton.preference(asked, is_backward)[0] == (form == "band")
+
+
+@pytest.mark.parametrize("branch", [Dense(), Dense(heads=[1]), Dilated(24, 2), Dilated(9), Window(3)])
+def test_a_pattern_without_masks_may_have_kernels_that_take_none(
+    h200: None, monkeypatch: pytest.MonkeyPatch, branch: Branch
+) -> None:
+    """A dense layer once ran on the slowest of torch's kernels, the only one that takes masks."""
+    monkeypatch.setattr(sdpa, "_refusals", lambda *_: [])
+    asked = call_for(40, pattern=Pattern([branch]), heads=2)
+    takes_masks = isinstance(branch, Window)
+    assert [x.takes_bias for x in sdpa.kernels(asked, False)] == ([True] if takes_masks else [False, False, True])
+    parts = [
+        asked._replace(start=a, queries=b, key_start=c, keys=d)
+        for a, b, c, d in ((0, 20, 0, 20), (19, 1, 0, 20), (7, 5, 0, 20), (7, 5, 0, 7), (7, 5, 7, 5), (3, 9, 6, 14))
+    ]
+    calls = [one._replace(is_causal=is_causal) for one in parts for is_causal in (False, True)]
+    packed = asked._replace(cu_seqlens=(0, 6, 20))
+    assert any(block.has_mask for one in (*calls, packed) for block in plan(one).blocks) == takes_masks
 
 
 def test_every_measured_tile_is_tested() -> None:

@@ -60,7 +60,6 @@ class Pattern(Shown):
 
     __slots__ = ("text",)
 
-    needs_masks: ClassVar[bool] = True  # some blocks have pairs that do not count, but for those of a causal call
     shows_itself: ClassVar[bool] = False  # each query of a branch sees itself there
     text: str  # `to_dict` as JSON: one string, which compilers check fast
 
@@ -123,6 +122,11 @@ class Pattern(Shown):
     def branches(self) -> tuple[Any, ...]:
         """The branches, as they were listed."""
         return self.listed
+
+    @property
+    def needs_masks(self) -> bool:
+        """Some blocks have pairs that do not count, besides the later keys of a causal call."""
+        return len(self.listed) > 1 or any(branch.needs_masks for branch in self.listed)
 
     @property
     def is_exact(self) -> bool:
@@ -189,7 +193,6 @@ class DilatedPattern(Pattern):
         320
     """
 
-    needs_masks: ClassVar[bool] = False
     shows_itself: ClassVar[bool] = True
     rule: Rule
     segment_lengths: Ints

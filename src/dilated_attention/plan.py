@@ -53,7 +53,7 @@ def plan(
     left = set(range(0 if call.is_decode else call.kv_heads))  # no row of these heads was written
     for index in call.pattern.order(call.drops):
         branch, heads = call.branches[index], [head for head, _ in call.placed(index)]
-        blocks += blocks_of(call, index, heads, fold, left if isinstance(branch, Dilated) else (), computed_remotely)
+        blocks += blocks_of(call, index, heads, fold, () if branch.needs_masks else left, computed_remotely)
         left = left.difference(heads)
     merges = keys_follow or apart or not all(block.is_first for block in blocks)
     return Plan(tuple(blocks), merges)

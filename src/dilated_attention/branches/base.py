@@ -191,6 +191,8 @@ class Branch:
     """
 
     kind: ClassVar[str]  # its name in `to_dict`
+    # alone, it has blocks with pairs that do not count, besides the later keys of a causal call
+    needs_masks: ClassVar[bool] = True
     cuts: ClassVar[bool] = False  # whether `without` has rectangles for most others, so that it is best asked first
 
     _: KW_ONLY

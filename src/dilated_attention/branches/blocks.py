@@ -104,6 +104,7 @@ class Dense(Branch):
     """
 
     kind: ClassVar[str] = "dense"
+    needs_masks: ClassVar[bool] = False
     cuts: ClassVar[bool] = True
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:

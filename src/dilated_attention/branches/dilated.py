@@ -30,6 +30,7 @@ class Dilated(Branch):
     """
 
     kind: ClassVar[str] = "dilated"
+    needs_masks: ClassVar[bool] = False
 
     length: int
     rate: int = 1

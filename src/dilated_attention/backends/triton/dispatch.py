@@ -127,9 +127,9 @@ def form_of(call: Call, alone: bool) -> str:
     """
     pattern = call.pattern
     if not isinstance(pattern, DilatedPattern):
-        first, *more = pattern.branches
-        whole = isinstance(first, Dense) or (isinstance(first, Dilated) and first.rate == 1)
-        return "dense" if whole and first.heads is None and not more else "band"
+        one = pattern.branches[0]
+        is_dense = isinstance(one, Dense) or (isinstance(one, Dilated) and one.rate == 1)
+        return "dense" if is_dense and not pattern.needs_masks else "band"
     if pattern.dilation_rates == (1,):
         return "dense"
     found = groups(call.dilated, call.is_causal, alone)
