@@ -71,8 +71,8 @@ def verdict(runs: list[Result]) -> str:
     wanted = [*((one, LENGTH) for one in (PRIMARY, *BASELINES)), *((one, SHORT) for one in (PRIMARY, "dense"))]
     missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
     if missing:
-        every = SEEDS * len(wanted)
-        return f"**Whether far tokens pay is not measured yet**: {missing} of {every} registered runs are to be made."
+        return (f"**Whether far tokens pay is not measured yet**: {missing} of {SEEDS * len(wanted)} registered runs are to "
+                "come. Words and columns are explained [below](#what-is-compared).")  # fmt: skip
     texts = {(one["data"]["sha256"], one["machine"]["device"], str(one["machine"]["versions"])) for one in runs
              if one["part"] == "registered"}  # fmt: skip
     if len(texts) > 1:
@@ -138,7 +138,7 @@ def cost(groups: Groups) -> Result:
     x = {"field": "pairs", "type": "quantitative", "title": "(query, key) pairs, % of dense attention's",
          "scale": {"type": "log", "nice": False, "padding": 30}}  # fmt: skip
     parts = []
-    titles = ("recall", "recall in windows of this length", 1), ("bits", "bits per byte, fewer is better", -1)
+    titles = ("recall", "recall in texts of this length", 1), ("bits", "bits per byte, fewer is better", -1)
     for what, title, sign in titles:
         best: list[Result] = []
         for one in sorted(points, key=lambda one: (one["at"], one["pairs"], -sign * one[what])):
