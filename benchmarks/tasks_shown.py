@@ -71,8 +71,8 @@ def verdict(runs: list[Result]) -> str:
     wanted = [*((one, LENGTH) for one in (PRIMARY, *BASELINES)), *((one, SHORT) for one in (PRIMARY, "dense"))]
     missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
     if missing:
-        return (f"**Whether far tokens pay is not measured yet**: {missing} of {SEEDS * len(wanted)} registered runs are to "
-                "come. Words and columns are explained [below](#what-is-compared).")  # fmt: skip
+        return (f"**Whether far tokens pay is not measured yet**: {missing} of {SEEDS * len(wanted)} registered runs "
+                "are to come. Words and columns are explained [below](#what-is-compared).")  # fmt: skip
     texts = {(one["data"]["sha256"], one["machine"]["device"], str(one["machine"]["versions"])) for one in runs
              if one["part"] == "registered"}  # fmt: skip
     if len(texts) > 1:
