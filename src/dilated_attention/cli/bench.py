@@ -1,6 +1,6 @@
 """Check and time implementations of dilated attention.
 
-They are those of this library and those of others. Each one is compared with
+Some are of this library, others of other libraries. Each one is compared with
 the oracle, a slow float64 reference. Those that are right are timed, and a
 report is written. Results are saved after every setting, so an interrupted run
 keeps them and still makes its report. The exit code is 1 if one of this

@@ -1,7 +1,7 @@
 """Score a language model on text: bits by position, and recall by distance.
 
-Bits say how well it predicts each token, early or late in a row: fewer are
-better. For recall, facts are planted in the text, and asked for further on:
+Bits say how well it predicts each token, early or late in a row of the text:
+fewer are better. For recall, facts are planted in the text and asked for later:
 pairs among many, needles with one of ten names, and chains of two facts.
 
 Example: dilated-attention evaluate runs/one --data book.txt -n 8k

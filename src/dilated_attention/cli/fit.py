@@ -1,9 +1,9 @@
 """Choose a pattern for a model that was trained with dense attention.
 
-It looks at what each layer and head attends to in your text, and gives the few
-(query, key) pairs of the budget to the heads that would change most without:
-it says which heads stay full, and what the others see. `convert --pattern`
-switches the model; then fine-tune it.
+It looks at what each layer and head attends to in your text, and spends the
+budget of (query, key) pairs where the outputs of heads would change most
+without them. It says which heads stay full, and what the others see.
+`convert --pattern` puts the patterns into the model; then fine-tune it.
 
 Example: dilated-attention fit runs/dense --data book.txt --budget 1/8 -o pattern.json
 """

@@ -216,7 +216,7 @@ MODEL = (  # a language model and text for it
            "What examples/train_lm.py wrote, a file or its folder; or a folder of a Hugging Face decoder.", Path),
     option("--data", "FILE", "Text files, or folders, whose .txt, .md and .py files are read.", Path, nargs="+",
            required=True),
-    option("-n --tokens", "N", "The tokens of a row.", count, 2048),
+    option("-n --tokens", "N", "The text is cut into rows of so many tokens.", count, 2048),
     option("--rows", "B", "At most so many rows, from all over the text.", count, 8),
     option("--tokenizer", "NAME", "The model's: a name or a folder.  [default: in its folder, or bytes]"),
     option("--chart", "FILE", "Also draw an .svg file.", Path), DEVICE, JSON,

@@ -21,7 +21,7 @@ OPTIONS = (
     option("--max-new-tokens", "N", "How many tokens follow at most.", options.count, 200),
     option("--temperature", "T", "0 takes the likeliest token; a larger number draws more freely.",
            options.number, 0.8),
-    option("--seed", "N", "Another number draws another text.", options.index, 0),
+    option("--seed", "N", "The seed: another number draws another text.  [default: 0]", options.index, 0),
     option("--tokenizer", "NAME", "The one of the training, if it had one: a name or a folder."),
     options.DEVICE, options.JSON,
 )  # fmt: skip

@@ -20,8 +20,8 @@ OPTIONS = (
     option("length", "N", "The same as -n.", nargs="?"),
     options.TOKENS,
     option("--rule", "RULE", "longnet, torchscale or head_groups: segments and rates, see `plan --help`; or union: "
-           "near tokens, far ones sparsely, and first ones that all see (--causal: of a language model; else of an "
-           "encoder).", default="longnet"),
+           "near tokens, far ones sparsely, and first ones that all see (with --causal for a language model, else "
+           "for an encoder).", default="longnet"),
     *options.SHAPE, *options.CALL, options.JSON,
 )  # fmt: skip
 
