@@ -166,7 +166,7 @@ class Pattern(Shown):
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
             >>> chart.save("pattern.png")  # doctest: +SKIP
         """
-        from dilated_attention.show.chart import plot
+        from dilated_attention.show.vega import plot
 
         return plot(self, num_tokens, num_heads, **options)
 

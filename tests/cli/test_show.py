@@ -54,7 +54,7 @@ def test_every_option_reaches_the_picture(run: Any, tmp_path: Path, monkeypatch:
     assert run(*LINE, "-o", file).out == f"written: {file}\n"
     assert file.stat().st_size > 1000
     saved: list[tuple[View, Path]] = []
-    monkeypatch.setattr("dilated_attention.show.chart.save", lambda view, file: saved.append((view, file)))
+    monkeypatch.setattr("dilated_attention.show.vega.save", lambda view, file: saved.append((view, file)))
     what = ("--rule", "torchscale", "--heads", 4, "--kv-heads", 2, "--head", 1, "--query", "1k", "--window", "1k:2k")
     ran = run(*LINE, *what, "--causal", "--colour", "branch", "--ranks", 4, "-o", file)
     assert (ran.code, ran.out) == (0, f"written: {file}\n")

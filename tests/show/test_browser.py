@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dilated_attention import DilatedPattern
-from dilated_attention.show.chart import save
+from dilated_attention.show.vega import save
 from dilated_attention.show.view import View
 from tests.browsing import (
     IN_A_BROWSER,

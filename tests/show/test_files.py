@@ -18,7 +18,7 @@ from dilated_attention.show import charts, terminal
 
 pytest.importorskip("altair")
 
-from dilated_attention.show.chart import choosable, hues, panels, plot, save
+from dilated_attention.show.vega import choosable, hues, panels, plot, save
 from dilated_attention.show.view import View
 from tests.page_text import data_of
 

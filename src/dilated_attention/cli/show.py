@@ -30,13 +30,13 @@ OPTIONS = (
 
 def run(given: Namespace) -> None:
     from dilated_attention.cli.output import console
-    from dilated_attention.show import chart, terminal
+    from dilated_attention.show import terminal, vega
     from dilated_attention.show.view import MOST_CELLS, View
 
     screen = console()
     with options.refusing():
         if given.output is not None:
-            options.file("-o", given.output, chart.ENDINGS)
+            options.file("-o", given.output, vega.ENDINGS)
         elif given.borders is not None or given.colour != "share":
             raise ValueError("--ranks and --colour change what is drawn into a file: name one with -o")
         view = View(
@@ -47,5 +47,5 @@ def run(given: Namespace) -> None:
     if given.output is None:
         screen.print(terminal.text(view, screen), soft_wrap=False)
     else:
-        chart.save(view, given.output)
+        vega.save(view, given.output)
         screen.print(f"written: {given.output}")

@@ -1,1 +1,1 @@
-"""Pictures of a pattern: `view` counts what there is to see, `terminal` prints it, `chart` draws and saves it."""
+"""Pictures of a pattern: `view` counts what there is to see, `terminal` prints it, `vega` draws and saves it."""
