@@ -6,7 +6,8 @@ kernels have none). Window layers run on our attention, on the windows of FlashA
 FlexAttention; full layers of the other sides on PyTorch's scaled_dot_product_attention. Each side is held against the
 oracle before it is timed. A step is forward and backward of one row, with checkpointing and the loss in chunks.
 
-With --prompts, Gemma-3-1B as transformers has it, with random weights, writes on from prompts with each kind of cache.
+With --windows, windows alone are timed too. With --prompts, Gemma-3-1B as transformers has it, with random weights,
+writes on from prompts with each kind of cache.
 
 Results are written after each row. The same command goes on where it was cut.
 """
@@ -46,6 +47,9 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # window, every how many
     }),
     "gpt-oss": (128, 2, {"dim": 2880, "depth": 4, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_dim": 11_520}),
 }  # fmt: skip
+WINDOWS = (  # tokens, heads, channels of a head, tokens of the window
+    (1 << 17, 16, 128, 1024), (1 << 17, 16, 128, 4096), (1 << 20, 12, 64, 512), (1 << 20, 12, 64, 1024),
+)  # fmt: skip
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q (B, N, H, D), k and v (B, N, Hk, D)
 FULL = Pattern([Dense()])
 FEW = 3  # calls that are timed, at least
@@ -111,9 +115,10 @@ def sides_of(window: int, device: torch.device) -> dict[str, tuple[Attention, At
     return found | (others if device.type == "cuda" else {})
 
 
-def check(attend: Attention, pattern: Pattern, config: LMConfig, given: dict[str, Any]) -> None:
-    """Raises AssertionError if out or a gradient is not the oracle's."""
-    qkv = testing.make_qkv(1, 1061, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
+def check(attend: Attention, pattern: Pattern, shape: tuple[int, ...], given: dict[str, Any]) -> None:
+    """Raises AssertionError if out or a gradient is not the oracle's. ``shape``: heads, channels, key/value heads."""
+    heads, head_dim, kv_heads = shape
+    qkv = testing.make_qkv(1, 1061, heads, head_dim, kv_heads=kv_heads, **given)
     dout = torch.randn_like(qkv[0])
     expected = testing.oracle(qkv, pattern, dout, is_causal=True)._replace(lse=None)
     plain = testing.oracle(qkv, pattern, dout, dtype=None, is_causal=True)._replace(lse=None)
@@ -129,8 +134,9 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     window, config = config_of(name, shrink)
     near, full = sides_of(window, given["device"])[side]
     kinds = {"window": (near, config.patterns[0]), "full": (full, FULL)}
+    shape = config.heads, config.head_dim, config.kv_heads
     for attend, pattern in kinds.values():
-        check(attend, pattern, config, given)
+        check(attend, pattern, shape, given)
     row: dict[str, Any] = {"model": name, "tokens": tokens, "attention": side}
     for kind, (attend, _) in kinds.items():
         qkv = testing.make_qkv(1, tokens, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
@@ -147,6 +153,18 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     row["share"] = {kind: round(ms / row["step"][1], 3) for kind, ms in parts.items()}
     weights = sum(x.numel() for x in model.parameters())
     row["TFLOP"] = operations(config, weights, tokens) / 1e12
+    return row
+
+
+def window_alone(
+    shape: tuple[int, ...], side: str, shrink: int, given: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    torch.compiler.reset()
+    tokens, heads, head_dim, window = shape[0] // shrink, *shape[1:3], max(2, shape[3] // shrink)
+    attend = sides_of(window, given["device"])[side][0]
+    check(attend, Pattern([Window(window - 1)]), (heads, head_dim, heads), given)
+    row = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "window": window, "attention": side}
+    turns.measure(row, "window", attend, testing.make_qkv(1, tokens, heads, head_dim, **given), "eager", seconds)
     return row
 
 
@@ -205,6 +223,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS), help="tokens of a row")
+    parser.add_argument("--windows", action="store_true", help="time windows alone, too")
     parser.add_argument("--prompts", nargs="*", type=int, default=[], help="tokens of prompts, to time caches after")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, at least")
     parser.add_argument("--shrink", type=int, default=1, help="divide windows by this, and make layers small")
@@ -226,6 +245,14 @@ def main(words: list[str] | None = None) -> None:
                     found["rows"].append(row)
                     machine.write_json(options.out, found)
                     print(f"  step {row['step'][1]:,.1f} ms, of which attention {row['share']}", flush=True)
+    for shape in WINDOWS if options.windows else ():
+        for side in sides_of(2, device):
+            if side == "FlexAttention" and shape[0] > 1 << 17:
+                continue  # its mask would not fit into memory
+            if (*shape, side) not in {tuple(x.values())[:5] for x in found.setdefault("windows", [])}:
+                found["windows"].append(window_alone(shape, side, options.shrink, given, options.seconds))
+                machine.write_json(options.out, found)
+                print(found["windows"][-1], flush=True)
     written = {(x["prompt"], x["cache"], x["attention"]) for x in found["generation"]}
     for case in [(prompt, *kind) for prompt in options.prompts for kind in CACHES]:
         if case not in written:

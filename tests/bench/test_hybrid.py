@@ -28,10 +28,18 @@ def test_a_row_for_each_model_and_length(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_its_windows_are_checked() -> None:
     _, config = hybrid.config_of("gpt-oss", 32)
-    given = {"dtype": torch.float32, "device": "cpu"}
-    hybrid.check(hybrid.sdpa, hybrid.FULL, config, given)
+    given, shape = {"dtype": torch.float32, "device": "cpu"}, (config.heads, config.head_dim, config.kv_heads)
+    hybrid.check(hybrid.sdpa, hybrid.FULL, shape, given)
     with pytest.raises(AssertionError, match="out is off"):
-        hybrid.check(hybrid.ours(Pattern([Window(4)])), config.patterns[0], config, given)
+        hybrid.check(hybrid.ours(Pattern([Window(4)])), config.patterns[0], shape, given)
+
+
+def test_windows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "WINDOWS", hybrid.WINDOWS[:1])
+    words = ["--lengths", "--windows", "--shrink", "512", "--seconds", "0", "--out", str(tmp_path / "found.json")]
+    hybrid.main(words)
+    (row,) = json.loads((tmp_path / "found.json").read_text("utf-8"))["windows"]
+    assert (row["tokens"], row["heads"], row["head_dim"], row["window"]) == (256, 16, 128, 2)
 
 
 @pytest.mark.parametrize("kind", hybrid.CACHES[:2], ids=lambda kind: kind[0])
