@@ -392,7 +392,7 @@ def on_a_gpu(backend: str) -> list[Any]:
     gathered = gather_sequence(x, group)
     ((1 + dist.get_rank()) * gathered).sum().backward()
     losses = shard_sequence(whole, group).requires_grad_()
-    mean = sequence_mean(losses, group, losses > 0)
+    mean = global_mean(losses, group, losses > 0)
     mean.backward()
     refused = raised(gather_sequence, x.cpu(), group)
     return [y.detach().cpu() for y in (gathered, x.grad, mean, losses.grad) if y is not None] + [refused]
