@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -205,6 +206,40 @@ def made_up(name: str, recalled: float, bits: float) -> dict[str, Any]:
         "pairs_of_dense": 0.5, "tokens": 10, "tokens_by_length": [10], "operations_per_token": [2.0],
         "data": {"sha256": "0"}, "machine": {"device": "none", "commit": "0" * 40, "versions": {"torch": "2"}},
     }  # fmt: skip
+
+
+class Process(threading.Thread):
+    """As much of a process as the queue uses."""
+
+    exitcode = 0
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except SystemExit:
+            self.exitcode = 1
+
+
+def test_a_run_is_made_ready_while_the_last_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, begun = list[str](), {name: threading.Event() for name in RUN}
+
+    def perform(_: Any, name: str, turn: tasks.Turn) -> None:
+        begun[name].set()
+        assert turn.comes.wait(9)
+        told.append(f"{name} trains")
+        turn.ends.set()
+        if name == RUN[0]:
+            assert begun[RUN[1]].wait(9), "the next run waits until this one is judged"
+        told.append(f"{name} is judged")
+        if name == RUN[1]:
+            raise SystemExit("error: no memory")
+
+    context = argparse.Namespace(Event=threading.Event, Process=Process)
+    monkeypatch.setattr(tasks.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(tasks, "perform", perform)
+    with pytest.raises(SystemExit, match=f"failed: {RUN[1]}"):
+        tasks.main(["run", *RUN])
+    assert told == [f"{name} {what}" for name in RUN for what in ("trains", "is judged")], "one at a time"
 
 
 def registered(**changed: tuple[float, float]) -> list[dict[str, Any]]:
