@@ -82,7 +82,7 @@ def test_some_of_the_heads(rule: str, queries: int) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("rule", "name"), itertools.product(RULES, PATTERNS))
+@pytest.mark.parametrize(("rule", "name"), [*itertools.product(RULES, PATTERNS)])
 def test_other_rows_may_hold_anything(rule: str, name: str, is_causal: bool) -> None:
     pattern, (q, k, v) = DilatedPattern.of(rule, *PATTERNS[name]), testing.make_qkv(2, TOKENS, 6, 8, kv_heads=3)
     backend = BACKENDS[(RULES.index(rule) + is_causal) % 2]
