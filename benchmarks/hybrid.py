@@ -14,22 +14,17 @@ Results are written after each row. The same command goes on where it was cut.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
+import turns
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-import turns
 
 from dilated_attention import Dense, Pattern, Window, testing
 from dilated_attention.bench import machine
@@ -73,18 +68,17 @@ def ours(pattern: Pattern) -> Attention:
     return lambda q, k, v: attend_whole(pattern, True, Sequences(), None, q, k, v)[0]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    turned = (x.transpose(1, 2) for x in (q, k, v))
+def sdpa(*qkv: Tensor) -> Tensor:
+    turned = (x.transpose(1, 2) for x in qkv)
     return F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def flash(window: int) -> Attention:
     """FlashAttention-2's window, which PyTorch has without a public function."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n, sides = q.shape[1], {"window_size_left": window - 1, "window_size_right": 0}
-        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, True, False, **sides)[0]
-        return out
+    def attend(*qkv: Tensor) -> Any:
+        n, sides = qkv[0].shape[1], {"window_size_left": window - 1, "window_size_right": 0}
+        return torch.ops.aten._flash_attention_forward(*qkv, None, None, n, n, 0.0, True, False, **sides)[0]
 
     return attend
 
@@ -101,9 +95,9 @@ def flex(window: int) -> Attention:
         # compiled, or the mask is made whole, with a byte for each pair of tokens
         return torch.compile(create_block_mask)(sees, None, None, n, n, device=device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(*turned, block_mask=mask(q.shape[1], q.device), enable_gqa=True).transpose(1, 2)
+    def attend(*qkv: Tensor) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        return compiled(q, k, v, block_mask=mask(q.shape[2], q.device), enable_gqa=True).transpose(1, 2)
 
     return attend
 
@@ -115,14 +109,15 @@ def sides_of(window: int, device: torch.device) -> dict[str, tuple[Attention, At
     return found | (others if device.type == "cuda" else {})
 
 
-def check(attend: Attention, pattern: Pattern, shape: tuple[int, ...], given: dict[str, Any]) -> None:
-    """Raises AssertionError if out or a gradient is not the oracle's. ``shape``: heads, channels, key/value heads."""
-    heads, head_dim, kv_heads = shape
-    qkv = testing.make_qkv(1, 1061, heads, head_dim, kv_heads=kv_heads, **given)
+def check(attend: Attention, pattern: Pattern, **given: Any) -> None:
+    """Raises AssertionError if out or a gradient is not the oracle's. ``given``: heads, channels, dtype and device."""
+    qkv = testing.make_qkv(1, 1061, **given)
     dout = torch.randn_like(qkv[0])
-    expected = testing.oracle(qkv, pattern, dout, is_causal=True)._replace(lse=None)
-    plain = testing.oracle(qkv, pattern, dout, dtype=None, is_causal=True)._replace(lse=None)
-    testing.assert_exact(testing.run(attend, qkv, dout), expected, plain)
+    exact, plain = (
+        testing.oracle(qkv, pattern, dout, dtype=dtype, is_causal=True)._replace(lse=None)
+        for dtype in (torch.float64, None)
+    )
+    testing.assert_exact(testing.run(attend, qkv, dout), exact, plain)
 
 
 # --- what is timed ------------------------------------------------------------------------------------------------
@@ -134,13 +129,12 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     window, config = config_of(name, shrink)
     near, full = sides_of(window, given["device"])[side]
     kinds = {"window": (near, config.patterns[0]), "full": (full, FULL)}
-    shape = config.heads, config.head_dim, config.kv_heads
-    for attend, pattern in kinds.values():
-        check(attend, pattern, shape, given)
+    shape = {"heads": config.heads, "head_dim": config.head_dim, "kv_heads": config.kv_heads, **given}
     row: dict[str, Any] = {"model": name, "tokens": tokens, "attention": side}
+    for attend, pattern in kinds.values():
+        check(attend, pattern, **shape)
     for kind, (attend, _) in kinds.items():
-        qkv = testing.make_qkv(1, tokens, config.heads, config.head_dim, kv_heads=config.kv_heads, **given)
-        turns.measure(row, kind, attend, qkv, "eager", seconds, FEW)
+        turns.measure(row, kind, attend, testing.make_qkv(1, tokens, **shape), "eager", seconds, FEW)
     torch.manual_seed(0)
     with torch.device(given["device"]):
         model = LongNetLM(config, dtype=given["dtype"])
@@ -151,20 +145,18 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     parts = {kind: count * sum(row[f"{kind}, {way}"][1] for way in ("forward", "forward + backward"))
              for kind, count in row["layers"].items()}  # fmt: skip
     row["share"] = {kind: round(ms / row["step"][1], 3) for kind, ms in parts.items()}
-    weights = sum(x.numel() for x in model.parameters())
-    row["TFLOP"] = operations(config, weights, tokens) / 1e12
+    row["TFLOP"] = operations(config, sum(x.numel() for x in model.parameters()), tokens) / 1e12
     return row
 
 
 def window_alone(
-    shape: tuple[int, ...], side: str, shrink: int, given: dict[str, Any], seconds: float
+    tokens: int, heads: int, head_dim: int, window: int, side: str, given: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
     torch.compiler.reset()
-    tokens, heads, head_dim, window = shape[0] // shrink, *shape[1:3], max(2, shape[3] // shrink)
-    attend = sides_of(window, given["device"])[side][0]
-    check(attend, Pattern([Window(window - 1)]), (heads, head_dim, heads), given)
+    attend, shape = sides_of(window, given["device"])[side][0], {"heads": heads, "head_dim": head_dim, **given}
+    check(attend, Pattern([Window(window - 1)]), **shape)
     row = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "window": window, "attention": side}
-    turns.measure(row, "window", attend, testing.make_qkv(1, tokens, heads, head_dim, **given), "eager", seconds)
+    turns.measure(row, "window", attend, testing.make_qkv(1, tokens, **shape), "eager", seconds)
     return row
 
 
@@ -220,45 +212,35 @@ def generated(prompt: int, cache: str, attention: str, shrink: int, given: dict[
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "report/hybrid.json")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS), help="tokens of a row")
     parser.add_argument("--windows", action="store_true", help="time windows alone, too")
     parser.add_argument("--prompts", nargs="*", type=int, default=[], help="tokens of prompts, to time caches after")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, at least")
     parser.add_argument("--shrink", type=int, default=1, help="divide windows by this, and make layers small")
-    parser.add_argument("--out", type=Path, default=Path("report/hybrid.json"))
-    parser.add_argument("--commit", help="of a tree that came without its .git")
     options = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device}
-    found = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"rows": [], "generation": []}
-    found["machine"] = machine.describe(device, options.commit)
-    done = {(x["model"], x["tokens"], x["attention"]) for x in found["rows"]}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for tokens in options.lengths:
-        for name in options.models:
-            for side in sides_of(2, device):
-                if (name, tokens, side) not in done:
-                    print(f"{name}, {tokens:,} tokens, {side} ...", file=sys.stderr, flush=True)
-                    row = measured(name, tokens, side, options.shrink, given, options.seconds)
-                    found["rows"].append(row)
-                    machine.write_json(options.out, found)
-                    print(f"  step {row['step'][1]:,.1f} ms, of which attention {row['share']}", flush=True)
-    for shape in WINDOWS if options.windows else ():
-        for side in sides_of(2, device):
-            if side == "FlexAttention" and shape[0] > 1 << 17:
-                continue  # its mask would not fit into memory
-            if (*shape, side) not in {tuple(x.values())[:5] for x in found.setdefault("windows", [])}:
-                found["windows"].append(window_alone(shape, side, options.shrink, given, options.seconds))
+    found = common.read(options.out) | {"machine": machine.describe(device, options.commit)}
+    sides, small = sides_of(2, device), {"shrink": options.shrink, "given": given}
+    wide = [(n // options.shrink, *shape, max(2, w // options.shrink)) for n, *shape, w in WINDOWS if options.windows]
+    make_step = functools.partial(measured, **small, seconds=options.seconds)
+    make_window = functools.partial(window_alone, given=given, seconds=options.seconds)
+    # beyond so many tokens, the mask of FlexAttention would not fit into memory
+    alone = [(*shape, side) for shape in wide for side in sides if side != "FlexAttention" or shape[0] <= 1 << 17]
+    for part, make, cases in (
+        ("rows", make_step, [(name, n, side) for n in options.lengths for name in options.models for side in sides]),
+        ("windows", make_window, alone),
+        ("generation", functools.partial(generated, **small), [(n, *x) for n in options.prompts for x in CACHES]),
+    ):
+        rows = found.setdefault(part, [])
+        for case in cases:
+            if case not in [tuple(row.values())[: len(case)] for row in rows]:
+                print(part, *case, "...", file=sys.stderr, flush=True)
+                rows.append(make(*case))
                 machine.write_json(options.out, found)
-                print(found["windows"][-1], flush=True)
-    written = {(x["prompt"], x["cache"], x["attention"]) for x in found["generation"]}
-    for case in [(prompt, *kind) for prompt in options.prompts for kind in CACHES]:
-        if case not in written:
-            found["generation"].append(row := generated(*case, options.shrink, given))
-            machine.write_json(options.out, found)
-            print(row, flush=True)
+                print(rows[-1], flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ CASES = {  # name: N, H, D, (w, r), rules and whether causal
     "step": (1 << 13, 12, 64, ((2048, 4096, 8192), (1, 2, 4)), [("longnet", True)]),
 }
 MODES = ("eager", "default", "reduce-overhead")
+SIDES = ("old", "new")
 
 
 def main() -> None:
@@ -49,10 +50,10 @@ def main() -> None:
     if options.worker:
         print(json.dumps(worker(options.trees[0], options.seconds, options.only)))
         return
-    old, new = options.trees
+    sides = [*zip(SIDES, options.trees, strict=True)]
     found: dict[str, Any] = {"command": " ".join(sys.argv), "commits": options.commits, "turns": []}
     for number in range(options.turns):
-        for name, tree in (("old", old), ("new", new)) if number % 2 == 0 else (("new", new), ("old", old)):
+        for name, tree in sides[:: -1 if number % 2 else 1]:
             print(f"turn {number + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
             turn = {"version": name, **turn_of(tree, options)}
             if options.commits:  # a copied tree does not know its own
@@ -64,24 +65,22 @@ def main() -> None:
         print(f"{case:60s} {ratio['old']:9.4f} {ratio['new']:9.4f}  x {ratio['ratio']:.3f}")
 
 
-def turn_of(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
+def turn_of(tree: Path, options: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
         given = ["--seconds", str(options.seconds), "--only", *options.only]
         command = [sys.executable, __file__, "--worker", str(tree), *given]
         done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
-    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return last
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """For each case the median over the turns of both versions, and new / old."""
     found = {}
     for case in turns[0]["ms"]:
-        with_it = [turn for turn in turns if case in turn["ms"]]
-        old, new = ([turn["ms"][case][1] for turn in with_it if turn["version"] == one] for one in ("old", "new"))
-        if old and new:
-            both = {"old": statistics.median(old), "new": statistics.median(new)}
+        times = {x: [one["ms"][case][1] for one in turns if one["version"] == x and case in one["ms"]] for x in SIDES}
+        if all(times.values()):
+            both = {version: statistics.median(ms) for version, ms in times.items()}
             found[case] = {**both, "ratio": both["new"] / both["old"]}
     return found
 
@@ -98,68 +97,59 @@ def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
     assert Path(da.__file__).is_relative_to(tree.resolve()), da.__file__
     ms: dict[str, list[float]] = {}
     first: dict[str, float] = {}
-    for name, (tokens, heads, dim, (lengths, rates), kinds) in CASES.items():
+    for name, (tokens, *shape, (lengths, rates), kinds) in CASES.items():
         for rule, causal in kinds if name in only else ():
-            pattern = da.DilatedPattern.of(rule, lengths, rates)
             cut = [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)]
-            qkv = make_qkv(1, 1061, heads, dim, dtype=torch.bfloat16, device="cuda")
-            check(qkv, da.DilatedPattern.of(rule, cut, rates), is_causal=causal)
+            small, qkv = (make_qkv(1, n, *shape, dtype=torch.bfloat16, device="cuda") for n in (1061, tokens))
+            check(small, da.DilatedPattern.of(rule, cut, rates), is_causal=causal)
             case = f"{name} {rule}{' causal' if causal else ''}"
-            q, k, v = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-
-            def attend(q: Any, k: Any, v: Any, pattern: Any = pattern, causal: bool = causal) -> Any:
-                return da.dilated_attention(q, k, v, pattern, is_causal=causal)
-
-            first[case] = first_step(attend, q, k, v)
+            attend = attention(da.dilated_attention, da.DilatedPattern.of(rule, lengths, rates), causal)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step_of(attend, qkv)()
+            torch.cuda.synchronize()
+            first[case] = time.perf_counter() - began  # kernels are compiled in it
             for mode in MODES if name == "step" else MODES[:1]:
-                measure(ms, f"{case} {mode}", attend, (q, k, v), mode, seconds)
-            del q, k, v
+                measure(ms, f"{case} {mode}", attend, qkv, mode, seconds)
+            del qkv
     if "block" in only:
-        blocks(ms, da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4)), da.dilated_attention, seconds)
+        pattern = da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4))
+        blocks(ms, attention(da.dilated_attention, pattern, True), seconds)
     described = machine.describe(torch.device("cuda"), None)
     return {"machine": described, "ms": ms, "first_seconds": first}
 
 
-def first_step(attend: Callable[..., Any], *qkv: Any) -> float:
-    """Seconds of the first forward and backward pass, in which kernels are compiled."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    out = attend(*leaves)
-    out.backward(out.detach())
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
+def attention(function: Any, pattern: Any, causal: bool) -> Callable[..., Any]:
+    return lambda q, k, v: function(q, k, v, pattern, is_causal=causal)
+
+
+def step_of(call: Any, inputs: Iterable[Any], weights: Sequence[Any] = ()) -> Callable[[], None]:
+    """A forward and backward pass."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def step() -> None:
+        for x in (*leaves, *weights):
+            x.grad = None
+        out = call(*leaves)
+        out.backward(out.detach())
+
+    return step
 
 
 def measure(
     ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float, few: int = 8
 ) -> None:
     call = attend if mode == "eager" else torch.compile(attend, fullgraph=True, mode=mode)
-    leaves = [x.detach().requires_grad_() for x in qkv]
-
-    def forward() -> None:
-        with torch.no_grad():
-            call(*leaves)
-
-    def both() -> None:
-        for x in leaves:
-            x.grad = None
-        out = call(*leaves)
-        out.backward(out.detach())
-
-    ms[f"{case}, forward"] = timed(forward, seconds, few)
-    ms[f"{case}, forward + backward"] = timed(both, seconds, few)
+    ms[f"{case}, forward"] = timed(torch.no_grad()(lambda: call(*qkv)), seconds, few)
+    ms[f"{case}, forward + backward"] = timed(step_of(call, qkv), seconds, few)
 
 
-def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: float) -> None:
+def blocks(ms: dict[str, list[float]], ours: Any, seconds: float) -> None:
     """A transformer block of 768 columns at 8,192 tokens, with our attention, with dense attention, and with none."""
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
-        return function(q, k, v, pattern, is_causal=True)
-
-    def dense(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def dense(*qkv: Any) -> Any:
+        turned = (x.transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
 
     class Block(nn.Module):
         def __init__(self, attention: Any) -> None:
@@ -173,20 +163,13 @@ def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: flo
             x = x + self.out(self.attention(q, k, v).flatten(2))
             return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
-    for name, attention in (("ours", ours), ("dense", dense), ("none", lambda q, k, v: q + k + v)):
+    for name, attend in (("ours", ours), ("dense", dense), ("none", lambda q, k, v: q + k + v)):
         for mode in MODES:
             torch._dynamo.reset()
-            block = Block(attention).cuda().to(torch.bfloat16)
+            block = Block(attend).cuda().to(torch.bfloat16)
             call = block if mode == "eager" else torch.compile(block, fullgraph=True, mode=mode)
-            x = torch.randn(1, 8192, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-            def step(block: Any = block, call: Any = call, x: Any = x) -> None:
-                block.zero_grad(set_to_none=True)
-                x.grad = None
-                out = call(x)
-                out.backward(out.detach())
-
-            ms[f"block {name} {mode}, forward + backward"] = timed(step, seconds)
+            x = torch.randn(1, 8192, 768, device="cuda", dtype=torch.bfloat16)
+            ms[f"block {name} {mode}, forward + backward"] = timed(step_of(call, [x], [*block.parameters()]), seconds)
 
 
 def timed(call: Callable[[], None], seconds: float, few: int = 8) -> list[float]:
