@@ -8,22 +8,16 @@ it was cut, so that a call may end after any run.
 
 from __future__ import annotations
 
-import argparse
 import bisect
-import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
+import common
 import tasks_data
+import torch
 import train_lm
 from tasks_model import Timed, score
 
@@ -40,11 +34,9 @@ Patterns = tuple[Pattern, ...]
 
 def window(n: int, share: float) -> Pattern:
     """A window with the first tokens, as wide as the share of pairs allows."""
-
-    def cost(width: int) -> float:
-        return fitting.share_of(Pattern([Window(width - 1), Prefix(4)]), n, 1)
-
-    return Pattern([Window(bisect.bisect_right(range(n), share, lo=1, key=cost) - 2), Prefix(4)])
+    two = [(Window(width), Prefix(4)) for width in range(n)]
+    wider = bisect.bisect_right(two, share, key=lambda branches: fitting.share_of(Pattern(branches), n, 1))
+    return Pattern(two[wider - 1])
 
 
 def longnet(n: int) -> Pattern:
@@ -71,46 +63,44 @@ PATTERNS: dict[str, Callable[[Plain, torch.Tensor], Patterns]] = {
 }
 
 
-def perform(options: argparse.Namespace, name: str, data: tasks_data.Data, about: dict[str, Any]) -> None:
+def perform(options: Any, name: str, data: tasks_data.Data, about: dict[str, Any]) -> None:
     """One run, into its file; the dense one also leaves its weights."""
-    small, device, start, is_first = options.shrink, options.device, options.out / "dense.pt", name == "dense"
+    small, device, start = options.shrink, options.device, None if name == "dense" else options.out / "dense.pt"
     n, width, depth, heads = TOKENS // small, max(32, 512 // small), 10, 8
-    lengths, config = [n // 4, n] if is_first else [n], LMConfig(257, width, depth, heads, ALL, rotary_base=1e6)
-    if not is_first:
+    config = LMConfig(257, width, depth, heads, ALL, rotary_base=1e6)
+    if start:
         dense = Plain(LongNetLM.from_checkpoint(start).to(device, torch.bfloat16 if device == "cuda" else None))
         rows = tasks_data.step(data, 0, n, max(n, 16 * n // small), 1)[0].to(device)
         config = LMConfig.from_dict({**config.to_dict(), "pattern": PATTERNS[name](dense, rows)})
     share = sum(fitting.share_of(pattern, n, heads) for pattern in config.patterns) / depth
     with tempfile.TemporaryDirectory() as folder, train_lm.ranks(device):
-        rate = ["--lr", "2e-3" if is_first else "5e-4", "--warmup", "100", "--save-every", str(10**9)]
+        rate = ["--lr", "5e-4" if start else "2e-3", "--warmup", "100", "--save-every", str(10**9)]
         given = train_lm.arguments(["none", "--out", folder, "--rows", "1", "--device", device, *rate])
-        given.shrink, given.start = small, None if is_first else start
-        given.seconds = options.seconds / (1 if is_first else 4)
-        trainer = Timed(given, config, lengths, data, options.out / f"{name}.json", {*config.patterns} == {ALL})
+        given.shrink, given.start, given.seconds = small, start, options.seconds / (4 if start else 1)
+        lengths, file = [n] if start else [n // 4, n], options.out / f"{name}.json"
+        trainer = Timed(given, config, lengths, data, file, {*config.patterns} == {ALL})
         trainer.write(**about, patterns=written(config.patterns), share=share, parameters=trainer.parameters)
-        trainer.write(before=None if is_first else trainer.judged([n]))
+        trainer.write(before=trainer.judged([n]) if start else None)
         train_lm.run(trainer, [], trainer)  # type: ignore[arg-type]
-        if is_first:
-            torch.save({"config": config.to_dict(), "model": trainer.state()["model"]}, start)
+        if not start:
+            torch.save({"config": config.to_dict(), "model": trainer.state()["model"]}, options.out / "dense.pt")
         trainer.write(after=trainer.judged([n]), complete=True)
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("report/fit"), help="the folder of the results")
+    parser = common.parser(__doc__, "report/fit", "the folder of the results")
     parser.add_argument("--code", nargs="+", type=Path, help="folders of packages; by default those of this Python")
     parser.add_argument("--seconds", type=float, default=480.0, help="of training; a quarter of it for fine-tuning")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and widths by this, for a test")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--commit", help="for a tree without its .git")
     options = parser.parse_args(words)
     data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, 4 * TOKENS // options.shrink)
     about = {"data": data.facts, "machine": machine.describe(torch.device(options.device), options.commit)}
     for name in ("dense", *PATTERNS):
         file = options.out / f"{name}.json"
-        if not (file.exists() and json.loads(file.read_text("utf-8"))["complete"]):
+        if not common.read(file).get("complete"):
             perform(options, name, data, about)
-        one = json.loads(file.read_text("utf-8"))
+        one = common.read(file)
         for when in ("before", "after"):
             for n, judged in (one[when] or {}).items():
                 told = f"{judged['bits']:.3f} bits, recall {score(judged['recall'], int(n)):.1%}"

@@ -14,17 +14,13 @@ Legend: N tokens, H heads, D head dim; q, k, v, out (1, N, H, D), for the kernel
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import Dense, DilatedPattern, Pattern, dilated_attention, reference, testing
 from dilated_attention.bench import machine, run
@@ -225,11 +221,9 @@ def check(results: tuple[Any, ...], qkv: tuple[Tensor, ...], segment: int, causa
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "report/gluon.json")
     parser.add_argument("--shape", nargs=3, type=int, default=(64, 2048, 16), help="segments, tokens of each, heads")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each mask")
-    parser.add_argument("--out", type=Path, default=Path("report/gluon.json"))
-    parser.add_argument("--commit", help="of a tree that came without its .git")
     options = parser.parse_args(words)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("nothing is measured: this needs a Hopper GPU, of compute capability 9.0")
