@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import groupby, product, starmap, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import common
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, Pattern, Window, dilated_attention
 from dilated_attention.backends.triton import dispatch
@@ -54,7 +54,7 @@ RULES = {"": "head_groups", "nested": "longnet", "apart": "torchscale", "apart t
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
 # by kernel and head dim: queries, keys, warps, stages and at most so many registers; the default is tried as well
-CANDIDATES = json.loads(Path(__file__).with_name("tiles.json").read_text("utf-8"))
+CANDIDATES = common.read(Path(__file__).with_name("tiles.json"))
 
 
 class Shape(NamedTuple):
@@ -111,51 +111,39 @@ class Setting(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        if self.form == "apart thin":
-            return THIN
-        shape = SLIDES if self.form == "apart" and self.size <= 64 else SHAPES[self.size]
+        shape = SHAPES[self.size]
+        if self.form.startswith("apart"):
+            shape = THIN if self.form == "apart thin" else SLIDES if self.size <= 64 else shape
         if self.form == "nested" and (self.causal or self.size < 64):
             # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
-            return shape._replace(lengths=SHAPES[64].lengths, rates=SHAPES[64].rates)
-        return shape
-
-    def tokens(self) -> int:
-        return SHORT_TOKENS if self.short else self.shape.tokens
-
-    def heads(self) -> int:
-        return SHORT_HEADS if self.short else self.shape.heads
+            shape = shape._replace(lengths=SHAPES[64].lengths, rates=SHAPES[64].rates)
+        return shape._replace(tokens=SHORT_TOKENS, heads=SHORT_HEADS) if self.short else shape
 
     def pattern(self, tokens: int, scale: int, one_launch: bool = False) -> Pattern:
         """The branches that such a length has room for; made smaller, two of them.
 
         ``one_launch``: with heads divided among branches that otherwise have a launch each.
         """
-        length = max(self.shape.lengths[0] // scale, 256)
+        _, _, lengths, rates = self.shape
+        length = max(lengths[0] // scale, 256)
         if self.form == "band":  # with as many pairs as segments of twice its width, when causal
             return Pattern([Window(length // 2 - 1)])
         if self.form == "dense":  # segments as long as the shortest of the others
             return DilatedPattern.head_groups([length], [1])
         rule = "head_groups" if one_launch and self.form == "apart" else RULES[self.form]
-        branches = [(w, r) for w, r in zip(self.shape.lengths, self.shape.rates, strict=True) if w <= tokens]
-        if scale > 1:
-            branches = [(max(w // scale, 256), r) for w, r in branches[:2]]
+        branches = [(max(w // scale, 256), r) for w, r in zip(lengths, rates, strict=True) if w <= tokens]
+        branches = branches[: 2 if scale > 1 else None]
         return DilatedPattern(rule, *zip(*branches, strict=True))
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
         """q, k, v and dout."""
-        small = {"dtype": place.dtype, "device": place.device}
-        made = max(tokens // place.scale, 64), max(self.heads() // place.scale, 2), self.size
-        return *make_qkv(1, *made, **small), make_qkv(1, *made, seed=1, **small)[0]  # type: ignore[arg-type]
+        tokens, heads = max(tokens // place.scale, 64), max(self.shape.heads // place.scale, 2)
+        make = functools.partial(make_qkv, 1, tokens, heads, self.size, dtype=place.dtype, device=place.device)
+        return *make(), make(seed=1)[0]
 
-    def attention(
-        self, tokens: int, place: Place, backend: str, one_launch: bool = False
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
-        pattern = self.pattern(tokens, place.scale, one_launch)
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return dilated_attention(q, k, v, pattern, is_causal=self.causal, backend=backend, return_lse=True)
-
-        return attention
+    def attention(self, pattern: Pattern, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        options = {"is_causal": self.causal, "backend": backend, "return_lse": True}
+        return lambda q, k, v: dilated_attention(q, k, v, pattern, **options)
 
 
 # --- one kernel -------------------------------------------------------------------------------------------------
@@ -166,11 +154,12 @@ class Problem:
 
     def __init__(self, setting: Setting, tokens: int, place: Place) -> None:
         q, k, v, dout = self.inputs = setting.inputs(tokens, place)
+        pattern = setting.pattern(tokens, place.scale, one_launch=True)
+        self.attention = setting.attention(pattern, "sdpa")
         with torch.no_grad():
-            out, lse = setting.attention(tokens, place, "sdpa", one_launch=True)(q, k, v)
+            out, lse = self.attention(q, k, v)
         slope = (out.float() * dout.float()).sum(-1)
         stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
-        pattern = setting.pattern(tokens, place.scale, one_launch=True)
         self.call = Call(pattern, setting.causal, backend="triton").of(q, k, None, 0)
         like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
         found = self.results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
@@ -198,20 +187,18 @@ class Problem:
 @functools.lru_cache(maxsize=1)
 def expected(setting: Setting, place: Place) -> tuple[Problem, Results, dict[str, float]]:
     """A short problem, its results in higher precision, and how far off a kernel may be by the rule of `testing`."""
-    tokens = min(CHECK_TOKENS, setting.tokens())
-    problem = Problem(setting, tokens, place)
+    problem = Problem(setting, min(CHECK_TOKENS, setting.shape.tokens), place)
     *qkv, dout = problem.inputs
-    attention = setting.attention(tokens, place, "sdpa", one_launch=True)
     higher = torch.float64 if place.dtype is torch.float32 else torch.float32
-    exact = results_of(attention, tuple(x.to(higher) for x in qkv), dout)
-    return problem, exact, limits(exact, results_of(attention, tuple(qkv), dout), place.dtype)
+    exact, plain = (results_of(problem.attention, tuple(x.to(to) for x in qkv), dout) for to in (higher, place.dtype))
+    return problem, exact, limits(exact, plain, place.dtype)
 
 
 def check(setting: Setting, place: Place, kernel: str, config: TileConfig) -> str | None:
     """Why a candidate is no good; None if it is."""
     from triton.errors import TritonError
 
-    problem, exact, allowed = expected(setting, place)
+    problem, exact, limit = expected(setting, place)
     for x in problem.results.values():
         x.fill_(torch.nan)  # what was not written is wrong
     try:
@@ -219,21 +206,8 @@ def check(setting: Setting, place: Place, kernel: str, config: TileConfig) -> st
         errors = {name: error(x, getattr(exact, name)) for name, x in found.items()}
     except (TritonError, RuntimeError) as problem_of_it:  # too much shared memory, or the compiler gives up
         return f"fails: {type(problem_of_it).__name__}: {' '.join(str(problem_of_it).split())[:160]}"
-    off = [f"{name} by {e:.1e}, allowed {allowed[name]:.1e}" for name, e in errors.items() if not e <= allowed[name]]
+    off = [f"{name} by {e:.1e}, allowed {limit[name]:.1e}" for name, e in errors.items() if not e <= limit[name]]
     return f"off: {', '.join(off)}" if off else None
-
-
-def race(
-    calls: dict[Any, run.Call], time: Callable[[dict[Any, run.Call]], dict[Any, float]]
-) -> tuple[dict[Any, float], dict[Any, float]]:
-    """Milliseconds of all in turn, and of those near the fastest of them each alone; the fastest first.
-
-    A card at its power limit lowers its clock: in turn with others a call that draws more slows them too.
-    """
-    in_turn = time(calls)
-    near = [key for key, ms in in_turn.items() if ms <= NEAR * min(in_turn.values())]
-    alone = {key: time({key: calls[key]})[key] for key in near}
-    return tuple(dict(sorted(ms.items(), key=lambda item: item[1])) for ms in (in_turn, alone))
 
 
 def candidates(kernel: str, size: int) -> list[TileConfig]:
@@ -246,24 +220,18 @@ def candidates(kernel: str, size: int) -> list[TileConfig]:
 def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds: float) -> dict[str, float]:
     """Milliseconds of both backends, each alone, through the public function; one out of memory has none."""
     *qkv, dout = setting.inputs(tokens, place)
-    found = {}
+    found, pattern = {}, setting.pattern(tokens, place.scale)
     for backend in ("triton", "sdpa"):
-        attention = setting.attention(tokens, place, backend)
+        attention = setting.attention(pattern, backend)
         try:
-            call = run.forward(lambda *x, f=attention: f(*x)[0], qkv)
-            if direction == "backward":
-                call = backward(attention, qkv, dout)
-            found |= place.time({backend: call}, seconds)
+            call = run.forward(attention, qkv)
+            if direction == "backward":  # alone
+                leaves = [x.detach().requires_grad_() for x in qkv]
+                call = functools.partial(torch.autograd.grad, attention(*leaves)[0], leaves, dout, retain_graph=True)
+            found[backend] = round(place.time({backend: call}, seconds)[backend], 4)
         except torch.OutOfMemoryError:
             print(f"  {backend} runs out of memory at {tokens} tokens", flush=True)
     return found
-
-
-def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], dout: Tensor) -> run.Call:
-    """The backward pass alone."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out = attention(*leaves)[0]
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def library_from(times: dict[int, dict[str, float]]) -> int | None:
@@ -289,10 +257,6 @@ def merge(into: Any, found: Any) -> Any:
     return into | {name: merge(into.get(name), x) for name, x in found.items()}
 
 
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-
-
 def write(file: Path, results: dict[str, Any]) -> None:
     """A line for each key. Runs that nothing is left of go."""
     for entry in results.values():
@@ -315,18 +279,15 @@ class Tuning:
     """One run: what to measure, what was found and the file it is in."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.place = Place(options.device, options.scale)
-        self.seconds, self.file, self.only = options.seconds, Path(options.out), options.only
+        self.place, self.failed = Place(options.device, options.scale), list[str]()
+        self.seconds, self.file, self.only = options.seconds, options.out, options.only
         about = machine.describe(torch.device(options.device), options.commit)
-        self.date = about["date"]
-        self.about = {name: about[name] for name in ("device", "commit", "command")}
-        self.about |= {name: about["versions"].get(name) for name in ("torch", "triton")}
-        self.failed: list[str] = []
-        flags = (False, True)
-        self.library = [Setting(*x) for x in product(options.head_dims, flags, (*RULES, "dense"))]
-        others = [x for x in self.library if x.form == "dense" or (x.form == "apart" and x.size <= 64)]
-        some = [Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)]
-        self.settings = [*some, *others, *(Setting(*x) for x in product(options.head_dims, flags, ("band",)))]
+        self.date, about = about["date"], about | about["versions"]
+        self.about = {name: about.get(name) for name in ("device", "commit", "command", "torch", "triton")}
+        sizes, flags, forms = options.head_dims, (False, True), ("", "nested", "apart", "dense", "band")
+        self.library = [*starmap(Setting, product(sizes, flags, (*RULES, "dense")))]
+        every = [x for x in starmap(Setting, product(sizes, flags, forms, flags)) if not x.short or x.form in forms[:2]]
+        self.settings = [x for x in every if x.form != "apart" or x.size <= 64]
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}
@@ -336,61 +297,62 @@ class Tuning:
     def add(self, part: str, key: str, value: Any, ms: Any) -> None:
         about = {"runs": {self.date: self.about}, part: {key: {"ms": ms, "run": self.date}}}
         found = {self.place.name(): {part: {key: value}, "measured": about}}
-        write(self.file, merge(read(self.file), found))
+        write(self.file, merge(common.read(self.file), found))
 
     def tiles(self, jobs: int) -> int:
         """The fastest tile of every kernel and setting asked for; how many these were."""
         asked = [(x, k) for x in self.settings for k in KERNELS if self.wants("tiles", x.key(k))]
-        with ExitStack() as stack:
-            apply: Callable[..., Iterable[str | None]] = starmap
-            if jobs > 1 and asked:
-                apply = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs)).starmap
+        spawn = multiprocessing.get_context("spawn")
+        with spawn.Pool(jobs) if jobs > 1 and asked else nullcontext(itertools) as processes:
             for setting, some in groupby(asked, key=itemgetter(0)):
                 tried = [(setting, self.place, k, c) for _, k in some for c in candidates(k, setting.size)]
-                found, problem = [*apply(check, tried)], Problem(setting, setting.tokens(), self.place)
+                found, problem = [*processes.starmap(check, tried)], Problem(setting, setting.shape.tokens, self.place)
                 for kernel in dict.fromkeys(kernel for *_, kernel, _ in tried):
                     why = {tile: why for (*_, k, tile), why in zip(tried, found, strict=True) if k == kernel}
-                    self.time(problem, setting.key(kernel), kernel, why)
+                    self.race(problem, setting.key(kernel), kernel, why)
         return len(asked)
 
-    def time(self, problem: Problem, key: str, kernel: str, reasons: dict[TileConfig, str | None]) -> None:
+    def race(self, problem: Problem, key: str, kernel: str, reasons: dict[TileConfig, str | None]) -> None:
+        """All that are right in turn, and those near the fastest of them each alone.
+
+        A card at its power limit lowers its clock: in turn with others a call that draws more slows them too.
+        """
         for tile, why in reasons.items():
             if why:
                 print(f"  {key} {tile.numbers()} {why}", flush=True)
-        calls: dict[Any, run.Call] = {tile: problem.launch(kernel, tile) for tile, why in reasons.items() if not why}
+        calls = {tile: problem.launch(kernel, tile) for tile, why in reasons.items() if not why}
         if not calls:
             self.failed.append(key)
             print(f"{key}: no candidate is right; nothing is written", flush=True)
             return
-        in_turn, alone = race(calls, functools.partial(self.place.time, seconds=self.seconds))
-        best = next(iter(alone))
-        self.add("tiles", key, list(best.numbers()), round(alone[best], 4))
-        told = [", ".join(f"{tile.numbers()} {ms:.3f}" for tile, ms in found.items()) for found in (alone, in_turn)]
+        in_turn = self.place.time(calls, self.seconds)
+        near = [tile for tile, ms in in_turn.items() if ms <= NEAR * min(in_turn.values())]
+        alone = {tile: self.place.time({tile: calls[tile]}, self.seconds)[tile] for tile in near}
+        ranked = [sorted(found.items(), key=itemgetter(1)) for found in (alone, in_turn)]
+        best, ms = ranked[0][0]
+        self.add("tiles", key, list(best.numbers()), round(ms, 4))
+        told = [", ".join(f"{tile.numbers()} {ms:.3f}" for tile, ms in some) for some in ranked]
         print(f"{key}, ms: {told[0]}; in turn: {told[1]}", flush=True)
 
     def libraries(self) -> int:
         """From how many rows on the library is faster, for every direction and setting asked for."""
         asked = [(x, way) for x, way in product(self.library, DIRECTIONS) if self.wants("library", x.key(way))]
-        self.use_tiles()
+        name = self.place.name()
+        # the public function runs here with the tiles found so far, as it will once they are written
+        found = common.read(self.file).get(name, {}).get("tiles", {})
+        dispatch.measured().setdefault(name, {}).setdefault("tiles", {}).update(found)
         for setting, way in asked:
-            found = {n * setting.heads(): compare(setting, way, n, self.place, self.seconds) for n in LENGTHS}
-            times = {rows: both for rows, both in found.items() if both}
-            ms = {str(rows): {k: round(x, 4) for k, x in both.items()} for rows, both in times.items()}
-            first = library_from(times)
+            ms = {n * setting.shape.heads: compare(setting, way, n, self.place, self.seconds) for n in LENGTHS}
+            ms = {rows: both for rows, both in ms.items() if both}
+            first = library_from(ms)
             self.add("library_from", setting.key(way), first, ms)
             told = "never" if first is None else f"from {first} rows"
             print(f"library {setting.key(way)}: {told}; ms {ms}", flush=True)
         return len(asked)
 
-    def use_tiles(self) -> None:
-        """Let the public function run here with the tiles found so far, as it will once they are written."""
-        found = read(self.file).get(self.place.name(), {}).get("tiles", {})
-        dispatch.measured().setdefault(self.place.name(), {}).setdefault("tiles", {}).update(found)
-
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure tile sizes and the choice of backend on this GPU.")
-    parser.add_argument("--out", default="tune.json", metavar="FILE", help="joins what is there (default: tune.json)")
+    parser = common.parser(__doc__, "tune.json", "joins what is there (default: tune.json)")
     parser.add_argument("--write", action="store_true", help="take the results, those there before too, into the code")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="join these; measure nothing")
     words = 'keys with all these words, and with none after a -: "tiles dq 64 -causal", "library"; can be repeated'
@@ -398,16 +360,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", nargs="+", type=int, choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
     parser.add_argument("--seconds", type=float, default=1.0, help="measured per key (default: 1)")
-    parser.add_argument("--commit", help="the commit, where the tree has no .git")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it, TRITON_INTERPRET=1")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths and heads, to try it")
     options = parser.parse_args(arguments)
     if options.write and not options.merge and (options.device, options.scale) != ("cuda", 1):
         parser.error("--write needs what was measured on a GPU at full length: leave out --device and --scale")
-    file = Path(options.out)
-    failed: list[str] = []
+    file, failed = options.out, list[str]()
     if options.merge:
-        write(file, functools.reduce(merge, map(read, options.merge), read(file)))
+        write(file, functools.reduce(merge, map(common.read, (file, *options.merge))))
     else:
         tuning = Tuning(options)
         print(f"{tuning.about['device']} | torch {tuning.about['torch']} | commit {tuning.about['commit']}", flush=True)
@@ -416,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed = tuning.failed
     print(f"written: {file}" + (f"; nothing right for {', '.join(failed)}" if failed else ""))
     if options.write:
-        write(MEASURED, merge(read(MEASURED), read(file)))
+        write(MEASURED, merge(common.read(MEASURED), common.read(file)))
         print(f"written: {MEASURED}")
     return int(bool(failed))
 

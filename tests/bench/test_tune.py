@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +18,14 @@ from dilated_attention.backends.triton.nesting import launches
 from dilated_attention.call import Call
 from tests.triton_kernels.runner import run
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 GPU = torch.device("cuda")
 
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts src there
-    spec = importlib.util.spec_from_file_location("tune_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("tune")
 
 
 def piece(date: str, tiles: dict[str, Any], library: dict[str, Any]) -> dict[str, Any]:
@@ -87,11 +81,11 @@ def test_merged_files_are_written_into_the_code(
 def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
     """All but those apart are one launch; short is short and the rest is not."""
     for kind in (tune.Setting(*x) for x in product(tune.SHAPES, (False, True), (*tune.RULES, "dense"), (False, True))):
-        for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
+        for tokens in {kind.shape.tokens, min(kind.shape.tokens, tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
-            call = Call(pattern, kind.causal, head_dim=kind.size, dtype=torch.bfloat16, kv_heads=kind.heads())
+            call = Call(pattern, kind.causal, head_dim=kind.size, dtype=torch.bfloat16, kv_heads=kind.shape.heads)
             assert (len(launches(call)) > 1) == kind.form.startswith("apart")
             assert form_of(call, alone=False) == kind.form.removesuffix(" thin")
             if scale == 1 and tokens >= tune.LENGTHS[-2]:  # shorter ones have room for few branches
                 assert measured_as(call) == kind.form
-        assert is_short(Call(pattern, samples=1, queries=kind.tokens(), heads=kind.heads())) == kind.short
+        assert is_short(Call(pattern, samples=1, queries=kind.shape.tokens, heads=kind.shape.heads)) == kind.short
