@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import json
 import lzma
 import multiprocessing
 import sys
@@ -23,13 +22,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
+import common
 import tasks_data
 import tasks_shown
+import torch
 import train_lm
 import witten_bell
 from tasks_model import Run, Timed
@@ -39,7 +35,6 @@ from dilated_attention.bench import machine
 from dilated_attention.bench.suites.models import operations
 from dilated_attention.models import LMConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 K = 1 << 10
 NEAR = K  # tokens of a window, the query's own among them
 FULL = 4  # one layer in so many sees all
@@ -62,19 +57,18 @@ AGAIN = [Run(name, window, seed, "exploration") for name in LONG for window in (
 RUNS = {run.name: run for run in (*AGAIN, *QUEUE)}  # those beyond the queue run if they are named
 NAMES = ["baselines", *(run.name for run in QUEUE)]
 SWITCHES = ("float32", "checkpointing")
+RESULTS = common.ROOT / "benchmarks/results/tasks"
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "report/tasks", "the folder of the results")
     parser.add_argument("task", choices=["plan", "run", "draw"])
     parser.add_argument("runs", nargs="*", help="some of the runs, or baselines; by default all that are not done")
-    parser.add_argument("--out", type=Path, default=Path("report/tasks"), help="the folder of the results")
-    parser.add_argument("--done", type=Path, default=ROOT / "benchmarks/results/tasks", help="results of earlier calls")
+    parser.add_argument("--done", type=Path, default=RESULTS, help="the folder of the results of earlier calls")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run that would take longer than this call")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of training, for each run")
     parser.add_argument("--code", nargs="+", type=Path, help="folders of packages; by default those of this Python")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this, for a test")
-    parser.add_argument("--commit", help="for a tree without its .git")
     for name, kind in (*((name, type(value)) for name, value in MODEL.items()), ("device", str)):
         parser.add_argument(f"--{name}", type=kind, help="as of examples/train_lm.py")
     for name in SWITCHES:
@@ -157,8 +151,7 @@ def train(
         pairs = {"num_heads": given.heads, "is_causal": True}
         share = sum(one.pairs(window, **pairs) for calls in config.calls for one in calls) / given.depth
         with train_lm.ranks(given.device):
-            file = options.out / f"{run.name}.json"
-            may_begin = turn.comes.wait if turn else bool
+            may_begin, file = turn.comes.wait if turn else bool, options.out / f"{run.name}.json"
             trainer = Timed(given, config, lengths, data, file, run.attention == "dense", may_begin)
             trainer.write(
                 **about, **run._replace(window=window)._asdict(), config=config.to_dict(),
@@ -197,8 +190,7 @@ def perform(options: argparse.Namespace, name: str, turn: Turn | None = None) ->
 
 
 def is_done(options: argparse.Namespace, name: str) -> bool:
-    files = [folder / f"{name}.json" for folder in (options.out, options.done)]
-    return any(json.loads(file.read_text("utf-8"))["complete"] for file in files if file.exists())
+    return any(common.read(folder / f"{name}.json").get("complete") for folder in (options.out, options.done))
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -244,7 +236,7 @@ def ended(process: Any) -> list[str]:
 def main(words: list[str] | None = None) -> None:
     options = arguments(words)
     if options.task == "draw":
-        tasks_shown.show(options.out, ROOT / "docs")
+        tasks_shown.show(options.out, common.ROOT / "docs")
     elif options.task == "plan":
         plan(options)
     elif len(options.runs) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,10 @@ def grouped(runs: Iterable[Result]) -> Groups:
     return {key: [x for x in some if x["seed"]] or some for key, some in made.items()}
 
 
-def mean(runs: list[Result], what: Callable[[Result], float]) -> float:
-    return sum(map(what, runs)) / len(runs)
-
-
-def recall_of(run: Result, window: str) -> float:
-    return score(run["held_out"][window]["recall"], int(window))
-
-
-def bits_of(run: Result, window: str) -> float:
-    return float(run["held_out"][window]["bits"])
+def mean(runs: list[Result], what: str, window: int | str = "") -> float:
+    """Of runs that differ in their seeds: the recall or the bits in a window, or what else they have."""
+    found = [run["held_out"][str(window)][what] if window else run[what] for run in runs]
+    return sum(score(one, int(window)) if what == "recall" else one for one in found) / len(found)
 
 
 # --- words and tables -------------------------------------------------------------------------------------------
@@ -77,9 +72,10 @@ def verdict(runs: list[Result]) -> str:
              if one["part"] == "registered"}  # fmt: skip
     if len(texts) > 1:
         return "**The registered runs cannot be compared**: their texts, devices or versions differ."
-    recalls = {one: sorted(recall_of(x, str(LENGTH)) for x in groups[one, LENGTH]) for one in (PRIMARY, *BASELINES)}
+    names = (PRIMARY, *BASELINES)
+    recalls = {one: sorted(mean([x], "recall", LENGTH) for x in groups[one, LENGTH]) for one in names}
     more = all(recalls[PRIMARY][0] > recalls[one][-1] for one in BASELINES)
-    short = {one: mean(groups[one, SHORT], lambda x: bits_of(x, str(SHORT))) for one in (PRIMARY, "dense")}
+    short = {one: mean(groups[one, SHORT], "bits", SHORT) for one in (PRIMARY, "dense")}
     close = short[PRIMARY] <= WITHIN * short["dense"]
     told = ", ".join(f"{one} {low:.3f} to {high:.3f}" for one, (low, *_, high) in recalls.items())
     return (
@@ -91,9 +87,8 @@ def verdict(runs: list[Result]) -> str:
 def table(groups: Groups, baselines: dict[str, float]) -> str:
     """A line for each pattern and length; the machines on top, so that no number goes alone."""
     every = [one for runs in groups.values() for one in runs]
-    windows = list(every[0]["held_out"])
-    judged = [window for window in windows if "bits" in every[0]["held_out"][window]]
-    columns = [*(("recall", window) for window in windows), *(("bits", window) for window in judged)]
+    judged, digits = every[0]["held_out"], {"recall": 2, "bits": 3}
+    columns = [(what, window) for what in digits for window in judged if what in judged[window]]
     made = {(x["machine"]["device"], x["machine"]["versions"]["torch"], x["machine"]["commit"]): None for x in every}
     lines = [
         *(f"{device}, torch {torch}, commit {str(commit)[:7]}.\n" for device, torch, commit in made),
@@ -102,18 +97,14 @@ def table(groups: Groups, baselines: dict[str, float]) -> str:
     ]
     for (attention, window), runs in groups.items():
         cells = [f"{attention}, {thousands(window)}", str(len(runs)), f"{100 * runs[0]['pairs_of_dense']:.0f} %"]
-        cells += [f"{mean(runs, lambda x: x['tokens']) / 1e6:.0f}M", f"{mean(runs, work) / 1e12:,.0f}"]
-        cells += [f"{mean(runs, lambda x, at=at: recall_of(x, at)):.2f}" for at in windows]
-        lines.append(row(*cells, *(f"{mean(runs, lambda x, at=at: bits_of(x, at)):.3f}" for at in judged)))
+        work = [sum(map(mul, x["tokens_by_length"], x["operations_per_token"])) for x in runs]
+        cells += [f"{mean(runs, 'tokens') / 1e6:.0f}M", f"{sum(work) / len(runs) / 1e12:,.0f}"]
+        cells += [f"{mean(runs, what, x):.{digits[what]}f}" for what, x in columns]
+        lines.append(row(*cells))
     orders = [one for one in baselines if one.startswith("order")]
     shown = [one for one in baselines if one not in orders] + sorted(orders, key=baselines.__getitem__)[:1]
     dashes = ["–"] * (3 + len(columns))
     return "\n".join([*lines, *(row(one, *dashes, f"{baselines[one]:.3f}") for one in shown)])
-
-
-def work(run: Result) -> float:
-    """The operations of the training."""
-    return sum(x * y for x, y in zip(run["tokens_by_length"], run["operations_per_token"], strict=True))
 
 
 def thousands(window: int | str) -> str:
@@ -131,13 +122,12 @@ def cost(groups: Groups) -> Result:
     """A point for each pattern and length, and the frontier: the best of all that cost as much or less."""
     points = [
         {"name": attention, "at": f"trained at {thousands(window)}", "pairs": 100 * runs[0]["pairs_of_dense"],
-         "recall": mean(runs, lambda x, at=str(window): recall_of(x, at)),
-         "bits": mean(runs, lambda x, at=str(window): bits_of(x, at))}
+         **{what: mean(runs, what, window) for what in ("recall", "bits")}}
         for (attention, window), runs in groups.items()
     ]  # fmt: skip
     x = {"field": "pairs", "type": "quantitative", "title": "(query, key) pairs, % of dense attention's",
          "scale": {"type": "log", "nice": False, "padding": 30}}  # fmt: skip
-    parts = []
+    parts, coloured = [], {"color": colour([one["name"] for one in points], None)}
     titles = ("recall", "recall in texts of this length", 1), ("bits", "bits per byte, fewer is better", -1)
     for what, title, sign in titles:
         best: list[Result] = []
@@ -145,13 +135,12 @@ def cost(groups: Groups) -> Result:
             if not best or best[-1]["at"] != one["at"] or sign * one[what] > sign * best[-1][what]:
                 best.append(one)
         y = {"field": what, "type": "quantitative", "title": title, "scale": {"zero": False}}
-        encoding = {"color": colour([one["name"] for one in points], None)}
         frontier = {"type": "line", "strokeDash": [4, 3], "color": COLOURS["dense"]}
         layers = [
             {"data": {"values": best}, "mark": frontier, "encoding": {"detail": {"field": "at"}}},
             {"mark": {"type": "point", "filled": True, "size": 70},
-             "encoding": encoding | {"shape": {"field": "at", "title": None}}},
-            {"mark": {"type": "text", "dy": -11, "fontSize": 10}, "encoding": encoding | {"text": {"field": "name"}}},
+             "encoding": coloured | {"shape": {"field": "at", "title": None}}},
+            {"mark": {"type": "text", "dy": -11, "fontSize": 10}, "encoding": coloured | {"text": {"field": "name"}}},
         ]  # fmt: skip
         parts.append({"width": 330, "height": 300, "encoding": {"x": x, "y": y}, "layer": layers})
     return {"data": {"values": points}, "hconcat": parts}
@@ -172,14 +161,10 @@ def recall(groups: Groups) -> Result:
 def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float]]], x: Result, y: Result) -> Result:
     """A line for each pattern that was trained at the longest length: of its first run."""
     longest = max(window for _, window in groups)
-    rows = [
-        {"name": attention, "x": at, "y": value}
-        for (attention, window), runs in groups.items()
-        if window == longest
-        for at, value in points(runs[0])
-    ]
-    encoding = {"x": {"field": "x", "type": "quantitative", **x}, "y": {"field": "y", "type": "quantitative", **y},
-                "color": colour([one["name"] for one in rows], {})}  # fmt: skip
+    shown = {attention: runs[0] for (attention, window), runs in groups.items() if window == longest}
+    rows = [{"name": name, "x": at, "y": value} for name, run in shown.items() for at, value in points(run)]
+    encoding = {at: {"field": at, "type": "quantitative", **axis} for at, axis in (("x", x), ("y", y))}
+    encoding["color"] = colour(shown, {})
     mark = {"type": "line", "strokeWidth": 2, "clip": True}
     return {"data": {"values": rows}, "mark": mark, "width": 520, "height": 300, "encoding": encoding}
 

@@ -228,6 +228,8 @@ def check_command(program: str, *words: str) -> None:
         options = get_args_parser().parse_args(words)
         if options.training_script != "train.py":  # the reader's
             source = (ROOT / options.training_script).read_text(encoding="utf-8")
+            if "common.parser(" in source:
+                source += (ROOT / "benchmarks/common.py").read_text(encoding="utf-8")
             for word in options.training_script_args:
                 assert not word.startswith("--") or f'("{word}"' in source or f'number("{word[2:]}"' in source, word
 
