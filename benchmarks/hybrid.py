@@ -61,9 +61,6 @@ def config_of(name: str, shrink: int) -> tuple[int, LMConfig]:
     return window, LMConfig(**LIKE_BOTH, **sizes, pattern=layers)
 
 
-# --- the sides ----------------------------------------------------------------------------------------------------
-
-
 def ours(pattern: Pattern) -> Attention:
     return lambda q, k, v: attend_whole(pattern, True, Sequences(), None, q, k, v)[0]
 
@@ -118,9 +115,6 @@ def check(attend: Attention, pattern: Pattern, **given: Any) -> None:
         for dtype in (torch.float64, None)
     )
     testing.assert_exact(testing.run(attend, qkv, dout), exact, plain)
-
-
-# --- what is timed ------------------------------------------------------------------------------------------------
 
 
 def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -79,9 +79,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return options
 
 
-# --- patterns ---------------------------------------------------------------------------------------------------
-
-
 def patterns_of(attention: str, n: int, depth: int, heads: int, near: int) -> list[Pattern]:
     """Of each layer, for windows of n tokens."""
     window = Window(near - 1)
@@ -117,9 +114,6 @@ def config_of(run: Run, given: Any, small: int) -> LMConfig:
     pattern: Any = layers[0] if len({*layers}) == 1 else tuple(layers)
     sizes = tasks_data.BEGIN + 1, given.dim, given.depth, given.heads
     return LMConfig(*sizes, pattern, rotary_base=1e6, near=near)
-
-
-# --- runs -------------------------------------------------------------------------------------------------------
 
 
 def training_options(options: argparse.Namespace, seed: int, folder: str) -> argparse.Namespace:
@@ -166,23 +160,18 @@ def train(
                 trainer.write(held_out=trainer.judged([x // small for x in WINDOWS]), complete=True)
 
 
-def baselines_of(data: tasks_data.Data, device: str) -> dict[str, float]:
-    """What needs no network: xz on the held-out text, and Witten-Bell models of the training text, in bits."""
-    held_out = data.held_out.numpy().tobytes()
-    packed = lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)
-    found = witten_bell.bits_per_byte(data.text.numpy().tobytes(), held_out, tuple(range(7)), width=8, device=device)
-    return {"xz -9e": 8 * len(packed) / len(held_out), **{f"order {order}": bits for order, bits in found.items()}}
-
-
 def perform(options: argparse.Namespace, name: str, turn: Turn | None = None) -> None:
-    """One run, or the baselines, in this process."""
+    """One run in this process. Or the baselines: xz on held-out text, Witten-Bell models of the training text."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, LONGEST // options.shrink)
         about = {"run": name, "data": data.facts, "machine": machine.describe(torch.device(device), options.commit)}
         if name == "baselines":
-            found = {**about, "bits": baselines_of(data, device), "complete": True}
-            machine.write_json(options.out / "baselines.json", found)
+            text, held_out = (x.numpy().tobytes() for x in data[:2])
+            orders = witten_bell.bits_per_byte(text, held_out, tuple(range(7)), device=device)
+            packed = lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)
+            bits = {"xz -9e": 8 * len(packed) / len(held_out), **{f"order {n}": x for n, x in orders.items()}}
+            machine.write_json(options.out / "baselines.json", {**about, "bits": bits, "complete": True})
         else:
             train(options, RUNS[name], data, about, turn)
     except (ValueError, OSError) as error:

@@ -57,9 +57,6 @@ def mean(runs: list[Result], what: str, window: int | str = "") -> float:
     return sum(score(one, int(window)) if what == "recall" else one for one in found) / len(found)
 
 
-# --- words and tables -------------------------------------------------------------------------------------------
-
-
 def verdict(runs: list[Result]) -> str:
     """What the registered runs say, by the rule that registered.md gives."""
     groups = grouped(one for one in runs if one["part"] == "registered")
@@ -113,9 +110,6 @@ def thousands(window: int | str) -> str:
 
 def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------
 
 
 def cost(groups: Groups) -> Result:
@@ -195,9 +189,6 @@ def colour(names: Iterable[str], legend: Any) -> Result:
     there = [one for one in COLOURS if one in {*names}]
     scale = {"domain": there, "range": [COLOURS[one] for one in there]}
     return {"field": "name", "title": None, "scale": scale, **({"legend": None} if legend is None else {})}
-
-
-# --- the page ---------------------------------------------------------------------------------------------------
 
 
 def section(folder: Path) -> str:

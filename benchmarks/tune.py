@@ -86,10 +86,6 @@ class Place(NamedTuple):
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
-    def name(self) -> str:
-        """As `dispatch` names the device."""
-        return dispatch.device_class(torch.device(self.device))
-
     def time(self, calls: dict[Any, run.Call], seconds: float) -> dict[Any, float]:
         """Median milliseconds, all calls in turn."""
         few = {"warmups": 2, "least": 5} if self.device == "cuda" else {"warmups": 0, "least": 1}
@@ -240,11 +236,8 @@ def library_from(times: dict[int, dict[str, float]]) -> int | None:
     Where both are as fast, ours are taken: they need no workspace, and repeat every bit.
     """
 
-    def is_faster(rows: int) -> bool:
-        ours, library = (times[rows].get(name, math.inf) for name in ("triton", "sdpa"))
-        return ours > EQUAL * library
-
-    return min(takewhile(is_faster, sorted(times, reverse=True)), default=None)
+    slower = {rows: ms.get("triton", math.inf) > EQUAL * ms.get("sdpa", math.inf) for rows, ms in times.items()}
+    return min(takewhile(slower.__getitem__, sorted(times, reverse=True)), default=None)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------
@@ -280,6 +273,7 @@ class Tuning:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.place, self.failed = Place(options.device, options.scale), list[str]()
+        self.name = dispatch.device_class(torch.device(options.device))
         self.seconds, self.file, self.only = options.seconds, options.out, options.only
         about = machine.describe(torch.device(options.device), options.commit)
         self.date, about = about["date"], about | about["versions"]
@@ -296,7 +290,7 @@ class Tuning:
 
     def add(self, part: str, key: str, value: Any, ms: Any) -> None:
         about = {"runs": {self.date: self.about}, part: {key: {"ms": ms, "run": self.date}}}
-        found = {self.place.name(): {part: {key: value}, "measured": about}}
+        found = {self.name: {part: {key: value}, "measured": about}}
         write(self.file, merge(common.read(self.file), found))
 
     def tiles(self, jobs: int) -> int:
@@ -337,10 +331,9 @@ class Tuning:
     def libraries(self) -> int:
         """From how many rows on the library is faster, for every direction and setting asked for."""
         asked = [(x, way) for x, way in product(self.library, DIRECTIONS) if self.wants("library", x.key(way))]
-        name = self.place.name()
         # the public function runs here with the tiles found so far, as it will once they are written
-        found = common.read(self.file).get(name, {}).get("tiles", {})
-        dispatch.measured().setdefault(name, {}).setdefault("tiles", {}).update(found)
+        found = common.read(self.file).get(self.name, {}).get("tiles", {})
+        dispatch.measured().setdefault(self.name, {}).setdefault("tiles", {}).update(found)
         for setting, way in asked:
             ms = {n * setting.shape.heads: compare(setting, way, n, self.place, self.seconds) for n in LENGTHS}
             ms = {rows: both for rows, both in ms.items() if both}

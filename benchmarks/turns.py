@@ -55,7 +55,12 @@ def main() -> None:
     for number in range(options.turns):
         for name, tree in sides[:: -1 if number % 2 else 1]:
             print(f"turn {number + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
-            turn = {"version": name, **turn_of(tree, options)}
+            with tempfile.TemporaryDirectory() as cache:
+                caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+                given = ["--worker", str(tree), "--seconds", str(options.seconds), "--only", *options.only]
+                process = {"env": {**os.environ, **caches}, "stdout": subprocess.PIPE, "text": True, "check": True}
+                done = subprocess.run([sys.executable, __file__, *given], **process)
+            turn = {"version": name, **json.loads(done.stdout.splitlines()[-1])}
             if options.commits:  # a copied tree does not know its own
                 turn["machine"]["commit"] = options.commits[name == "new"]
             found["turns"].append(turn)
@@ -63,15 +68,6 @@ def main() -> None:
             (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     for case, ratio in found["ratios"].items():
         print(f"{case:60s} {ratio['old']:9.4f} {ratio['new']:9.4f}  x {ratio['ratio']:.3f}")
-
-
-def turn_of(tree: Path, options: argparse.Namespace) -> Any:
-    with tempfile.TemporaryDirectory() as cache:
-        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-        given = ["--seconds", str(options.seconds), "--only", *options.only]
-        command = [sys.executable, __file__, "--worker", str(tree), *given]
-        done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -83,9 +79,6 @@ def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             both = {version: statistics.median(ms) for version, ms in times.items()}
             found[case] = {**both, "ratio": both["new"] / both["old"]}
     return found
-
-
-# --- one turn -----------------------------------------------------------------------------------------------------
 
 
 def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
