@@ -1,7 +1,5 @@
 """What the scripts of this folder share: the way to the library, two options, and how a file of results is read."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

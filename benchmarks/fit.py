@@ -6,8 +6,6 @@ judged before and after 2 minutes of fine-tuning; dense attention trains on for 
 it was cut, so that a call may end after any run.
 """
 
-from __future__ import annotations
-
 import bisect
 import random
 import tempfile

@@ -194,7 +194,6 @@ def sides(qkv: tuple[Tensor, ...], segment: int, causal: bool) -> dict[str, Any]
     descs = [*map(TensorDescriptor.from_tensor, (x.flatten(2)[0] for x in (*qkv, out)), blocks, layouts)]
     sizes = (dim**-0.5 * 1.4426950408889634, tokens, tokens // QUERIES.value * heads, segment, heads, causal)
     grid = (torch.cuda.get_device_properties(0).multi_processor_count,)
-    pattern = DilatedPattern.longnet([segment], [1])
 
     def ours() -> tuple[Tensor, Tensor]:
         attention_kernel[grid](*descs, lse, *sizes, num_warps=4)
@@ -206,17 +205,17 @@ def sides(qkv: tuple[Tensor, ...], segment: int, causal: bool) -> dict[str, Any]
             return F.scaled_dot_product_attention(*cut, is_causal=causal).transpose(1, 2), None
 
     options = {"is_causal": causal, "backend": "triton", "return_lse": True}
-    return {"Gluon": ours, "triton": lambda: dilated_attention(*qkv, pattern, **options), "cuDNN": cudnn}
+    segments = DilatedPattern.longnet([segment], [1])
+    return {"Gluon": ours, "triton": lambda: dilated_attention(*qkv, segments, **options), "cuDNN": cudnn}
 
 
 def check(results: tuple[Any, ...], qkv: tuple[Tensor, ...], segment: int, causal: bool) -> run.Check:
     """In the first segment, the middle one and the last one."""
-    count = qkv[0].shape[1] // segment
-    named = {name: x for name, x in zip(("q", "k", "v", "out", "lse"), (*qkv, *results), strict=True) if x is not None}
-    got = {name: x.reshape(count, segment, *x.shape[2:])[[0, count // 2, -1]] for name, x in named.items()}
-    three, given = [got.pop(name) for name in "qkv"], {"pattern": Pattern([Dense()]), "is_causal": causal}
-    oracles = [reference.attention(*three, **given, dtype=dtype) for dtype in (torch.float64, None)]
+    count, given = qkv[0].shape[1] // segment, {"pattern": Pattern([Dense()]), "is_causal": causal}
+    cut = [x if x is None else x.reshape(count, segment, *x.shape[2:])[[0, count // 2, -1]] for x in (*qkv, *results)]
+    oracles = (reference.attention(*cut[:3], **given, dtype=dtype) for dtype in (torch.float64, None))
     exact, plain = (dict(zip(("out", "lse"), x, strict=True)) for x in oracles)
+    got = {name: x for name, x in zip(exact, cut[3:], strict=True) if x is not None}
     return run.Expected(exact, testing.limits(exact, plain, torch.bfloat16)).compare(got)
 
 

@@ -12,8 +12,6 @@ writes on from prompts with each kind of cache.
 Results are written after each row. The same command goes on where it was cut.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from dilated_attention.bench.suites.models import operations
 from dilated_attention.models import LMConfig, LongNetLM, shifted, summed_loss
 from dilated_attention.models.layers import Sequences, attend_whole
 
-LENGTHS = (32_768, 131_072)
 LIKE_BOTH: dict[str, Any] = {
     "vocab_size": 8192, "ffn": "swiglu", "norm": "rms", "norm_eps": 1e-6, "sub_norm": False, "rotary_base": 1e6,
 }  # fmt: skip
@@ -110,11 +107,8 @@ def check(attend: Attention, pattern: Pattern, **given: Any) -> None:
     """Raises AssertionError if out or a gradient is not the oracle's. ``given``: heads, channels, dtype and device."""
     qkv = testing.make_qkv(1, 1061, **given)
     dout = torch.randn_like(qkv[0])
-    exact, plain = (
-        testing.oracle(qkv, pattern, dout, dtype=dtype, is_causal=True)._replace(lse=None)
-        for dtype in (torch.float64, None)
-    )
-    testing.assert_exact(testing.run(attend, qkv, dout), exact, plain)
+    oracles = (testing.oracle(qkv, pattern, dout, dtype=dtype, is_causal=True) for dtype in (torch.float64, None))
+    testing.assert_exact(testing.run(attend, qkv, dout), *(one._replace(lse=None) for one in oracles))
 
 
 def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -143,9 +137,7 @@ def measured(name: str, tokens: int, side: str, shrink: int, given: dict[str, An
     return row
 
 
-def window_alone(
-    tokens: int, heads: int, head_dim: int, window: int, side: str, given: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def window_alone(tokens: int, heads: int, head_dim: int, window: int, side: str, given: Any, seconds: float) -> Any:
     torch.compiler.reset()
     attend, shape = sides_of(window, given["device"])[side][0], {"heads": heads, "head_dim": head_dim, **given}
     check(attend, Pattern([Window(window - 1)]), **shape)
@@ -208,7 +200,7 @@ def generated(prompt: int, cache: str, attention: str, shrink: int, given: dict[
 def main(words: list[str] | None = None) -> None:
     parser = common.parser(__doc__, "report/hybrid.json")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
-    parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS), help="tokens of a row")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[32_768, 131_072], help="tokens of a row")
     parser.add_argument("--windows", action="store_true", help="time windows alone, too")
     parser.add_argument("--prompts", nargs="*", type=int, default=[], help="tokens of prompts, to time caches after")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, at least")

@@ -9,8 +9,6 @@ not that of a cluster. Nothing is measured before the same ranks have matched th
 Legend: N tokens in all, P ranks, n = N / P; q, k, v, out (1, n, H, D).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -43,11 +41,8 @@ def check(options: Any, over: ContextParallel, device: torch.device) -> None:
     """This group, exchange and dtype against the oracle, on a short sequence with the same kinds of segments."""
     group, short, size = over.group, pattern(512 + 7, 32), (1, 512 + 7, options.heads, options.dim)
     qkv, (dout, *_) = (make_qkv(*size, dtype=options.torch_dtype, device=device, seed=seed) for seed in (0, 1))
-
-    def attention(*shards: torch.Tensor) -> Any:
-        return dilated_attention(*shards, short, is_causal=options.causal, group=over)
-
-    found = run.results(attention, [shard_sequence(x, group) for x in qkv], shard_sequence(dout, group))
+    shards, given = [shard_sequence(x, group) for x in qkv], {"is_causal": options.causal, "group": over}
+    found = run.results(lambda *x: dilated_attention(*x, short, **given), shards, shard_sequence(dout, group))
     whole = {name: gather_sequence(value, group) for name, value in found.items()}
     verdict = run.Expected.of(run.oracle(short, options.causal), qkv, dout).compare(whole)
     if not verdict.right():
@@ -56,18 +51,20 @@ def check(options: Any, over: ContextParallel, device: torch.device) -> None:
 
 def measure(options: Any, over: ContextParallel, device: torch.device) -> dict[str, float]:
     """Of this rank: peak memory beyond its q, k, v (and dout), the median time of a call, and what it received."""
-    rank, whole, ranks = dist.get_rank(), pattern(options.tokens), Ranks(over)
+    rank, ranks = dist.get_rank(), Ranks(over)
     size = (1, len(range(options.tokens)[rank :: dist.get_world_size()]), options.heads, options.dim)
     generator = torch.Generator(device).manual_seed(rank)
-    q, k, v, dout = (torch.randn(size, generator=generator, device=device, dtype=options.torch_dtype) for _ in range(4))
+    drawn = {"generator": generator, "device": device, "dtype": options.torch_dtype}
+    *qkv, dout = (torch.randn(size, **drawn) for _ in range(4))
+    given = Options(pattern(options.tokens), options.causal)
 
     def attention(*qkv: torch.Tensor) -> torch.Tensor:
-        return attend(Inputs(*qkv), Options(whole, options.causal), ranks)[0]
+        return attend(Inputs(*qkv), given, ranks)[0]
 
-    calls = {"forward": run.forward(attention, (q, k, v))}
-    calls["forward + backward"] = run.forward_backward(attention, (q, k, v), dout)
+    calls = {"forward": run.forward(attention, qkv), "forward + backward": run.forward_backward(attention, qkv, dout)}
     calls["forward"]()
-    row = {"inputs_mib": 3 * q.nbytes / MIB, "hops": ranks.stats.hops, "received_mib": ranks.stats.bytes_received / MIB}
+    stats = ranks.stats
+    row = {"inputs_mib": 3 * dout.nbytes / MIB, "hops": stats.hops, "received_mib": stats.bytes_received / MIB}
     for name, call in calls.items():
         row[f"{name}/peak_mib"] = probes.peak_bytes(call, device) / MIB
         row[f"{name}/ms"] = statistics.median(rank_milliseconds(call) for _ in range(options.repeats))
@@ -99,10 +96,8 @@ def main() -> None:
     row = measure(options, over, device)
     largest = torch.tensor([*row.values()], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    cost = plan_cost(
-        pattern(options.tokens), options.tokens, ranks, num_heads=options.heads, head_dim=options.dim,
-        dtype=options.torch_dtype, is_causal=options.causal,
-    )  # fmt: skip
+    shape = {"num_heads": options.heads, "head_dim": options.dim, "dtype": options.torch_dtype}
+    cost = plan_cost(pattern(options.tokens), options.tokens, ranks, **shape, is_causal=options.causal)
     if dist.get_rank() == 0:
         shown = ("backend", "tokens", "heads", "dim", "dtype", "exchange", "causal")
         result = {"ranks": ranks, **{name: getattr(options, name) for name in shown}}

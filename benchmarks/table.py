@@ -4,8 +4,6 @@ The suite is `all` or `suggested`: the patterns that `DilatedPattern.suggest` gi
 attention and others' ways to compute the same. That one needs a GPU, and takes about four minutes on an H200.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

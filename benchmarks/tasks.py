@@ -10,9 +10,6 @@ as many seconds of the same GPU, on the same text, with the same schedule. The l
 cosine. A run writes its file every few seconds, so one that is cut leaves its curve; the next call starts it again.
 """
 
-from __future__ import annotations
-
-import argparse
 import bisect
 import lzma
 import multiprocessing
@@ -60,7 +57,7 @@ SWITCHES = ("float32", "checkpointing")
 RESULTS = common.ROOT / "benchmarks/results/tasks"
 
 
-def arguments(words: list[str] | None) -> argparse.Namespace:
+def arguments(words: list[str] | None) -> Any:
     parser = common.parser(__doc__, "report/tasks", "the folder of the results")
     parser.add_argument("task", choices=["plan", "run", "draw"])
     parser.add_argument("runs", nargs="*", help="some of the runs, or baselines; by default all that are not done")
@@ -88,11 +85,9 @@ def patterns_of(attention: str, n: int, depth: int, heads: int, near: int) -> li
     if attention == "window":  # as many pairs as full-layers
         layers = patterns_of("full-layers", n, depth, heads, near)
         pairs = sum(one.pairs(n, 1, is_causal=True) for one in layers) / depth
-
-        def of_width(width: int) -> int:
-            return Pattern([Window(width - 1)]).pairs(n, 1, is_causal=True)
-
-        return [Pattern([Window(bisect.bisect_left(range(n), pairs, lo=1, key=of_width) - 1)])] * depth
+        windows = [Pattern([Window(width)]) for width in range(n)]
+        at_least = bisect.bisect_left(windows, pairs, key=lambda one: one.pairs(n, 1, is_causal=True))
+        return [windows[at_least]] * depth
     rates = [1, *(1 << i for i in doublings)]
     made: dict[str, Pattern] = {
         "dense": Pattern([Dense()]),
@@ -116,7 +111,7 @@ def config_of(run: Run, given: Any, small: int) -> LMConfig:
     return LMConfig(*sizes, pattern, rotary_base=1e6, near=near)
 
 
-def training_options(options: argparse.Namespace, seed: int, folder: str) -> argparse.Namespace:
+def training_options(options: Any, seed: int, folder: str) -> Any:
     """Those of examples/train_lm.py. Nothing is saved before the end."""
     given = MODEL | {name: x for name in (*MODEL, "device") if (x := getattr(options, name)) is not None}
     words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
@@ -134,9 +129,7 @@ class Turn(NamedTuple):
     ends: Any
 
 
-def train(
-    options: argparse.Namespace, run: Run, data: tasks_data.Data, about: dict[str, Any], turn: Turn | None
-) -> None:
+def train(options: Any, run: Run, data: tasks_data.Data, about: dict[str, Any], turn: Turn | None) -> None:
     """One run: train, judge, and write as it goes."""
     with tempfile.TemporaryDirectory() as folder:
         given, small = training_options(options, run.seed, folder), options.shrink
@@ -160,7 +153,7 @@ def train(
                 trainer.write(held_out=trainer.judged([x // small for x in WINDOWS]), complete=True)
 
 
-def perform(options: argparse.Namespace, name: str, turn: Turn | None = None) -> None:
+def perform(options: Any, name: str, turn: Turn | None = None) -> None:
     """One run in this process. Or the baselines: xz on held-out text, Witten-Bell models of the training text."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -178,11 +171,11 @@ def perform(options: argparse.Namespace, name: str, turn: Turn | None = None) ->
         raise SystemExit(f"error: {error}") from error
 
 
-def is_done(options: argparse.Namespace, name: str) -> bool:
+def is_done(options: Any, name: str) -> bool:
     return any(common.read(folder / f"{name}.json").get("complete") for folder in (options.out, options.done))
 
 
-def plan(options: argparse.Namespace) -> None:
+def plan(options: Any) -> None:
     """Every run: what part it belongs to, whether it is done, and how many minutes are left with it."""
     left = 0.0
     for name in NAMES:
@@ -192,12 +185,12 @@ def plan(options: argparse.Namespace) -> None:
         print(f"{name:24} {part:12} {'done' if done else f'{left:5.0f} min from now'}")
 
 
-def run_queue(options: argparse.Namespace) -> None:
+def run_queue(options: Any) -> None:
     """Those that are named, or all that are not done, each in a process of its own: what one breaks ends with it.
 
     While one is judged, the next reads its text and compiles. It trains when the device is its own.
     """
-    began, failed, last = time.monotonic(), [], None
+    began, processes = time.monotonic(), list[Any]()
     spawn, names = multiprocessing.get_context("spawn"), options.runs or [x for x in NAMES if not is_done(options, x)]
     for name in names:
         if time.monotonic() - began + options.seconds + AROUND > 60 * options.minutes:
@@ -206,20 +199,16 @@ def run_queue(options: argparse.Namespace) -> None:
         turn = Turn(spawn.Event(), spawn.Event())
         process = spawn.Process(target=perform, name=name, args=(options, name, turn))
         process.start()
-        failed += ended(last)
+        for last in processes:
+            last.join()
         turn.comes.set()
         while process.is_alive() and not turn.ends.wait(1):
             pass
-        last = process
-    if failed := failed + ended(last):
+        processes.append(process)
+    for last in processes:
+        last.join()
+    if failed := [process.name for process in processes if process.exitcode]:
         raise SystemExit(f"error: failed: {', '.join(failed)}")
-
-
-def ended(process: Any) -> list[str]:
-    """Waits for a run; its name, if it failed."""
-    if process:
-        process.join()
-    return [process.name] if process and process.exitcode else []
 
 
 def main(words: list[str] | None = None) -> None:

@@ -4,8 +4,6 @@ Legend: text (T,) and sequences (S, n), uint8; inputs and labels (B, n), int64, 
 inputs[0 .. i], and inputs[0] is a token that only begins: every byte is predicted once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterable
@@ -67,10 +65,8 @@ def split(found: dict[str, bytes], count: int, length: int) -> tuple[dict[str, b
             left, room = left - pieces, room - len(found[name])
     rest = [name for name in found if name not in held_out]
     if not held_out or not rest:
-        raise ValueError(
-            f"{len(found)} packages of {total:,} bytes: nothing to hold out; there must be one of {length:,} bytes "
-            f"or more that has at most {SHARE:.0%} of all"
-        )
+        wanted = f"there must be one of {length:,} bytes or more that has at most {SHARE:.0%} of all"
+        raise ValueError(f"{len(found)} packages of {total:,} bytes: nothing to hold out; {wanted}")
     return held_out, rest
 
 

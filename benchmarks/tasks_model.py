@@ -3,8 +3,6 @@
 Legend: S held-out sequences of n bytes; a window is what a model sees at once; inputs, labels (B, n); bits (S, n).
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -166,10 +164,8 @@ def by_position(bits: Tensor) -> list[dict[str, Any]]:
     """The mean over positions ``first`` to ``last`` of all windows (S, n), two bins for each doubling."""
     length = bits.shape[1]
     edges = sorted({round(2 ** (i / 2)) for i in range(2 * length.bit_length()) if 2 ** (i / 2) < length} | {0, length})
-    return [
-        {"first": first, "last": end - 1, "bits": bits[:, first:end].mean().item()}
-        for first, end in itertools.pairwise(edges)
-    ]
+    bins = itertools.pairwise(edges)
+    return [{"first": first, "last": end - 1, "bits": bits[:, first:end].mean().item()} for first, end in bins]
 
 
 def score(found: list[dict[str, Any]], window: int) -> float:

@@ -1,7 +1,5 @@
 """What docs/results.md shows of the results of benchmarks/tasks.py: tables, and pictures for light and dark pages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from operator import mul
@@ -10,7 +8,7 @@ from typing import Any
 
 from tasks_model import score
 
-from dilated_attention.bench.plots import heat_map, styled, svg
+from dilated_attention.bench.plots import TOKENS, heat_map, styled, svg
 from dilated_attention.show import charts
 
 Result = dict[str, Any]
@@ -24,7 +22,6 @@ COLOURS = {  # of the report, so that each has a form for dark pages
 PRIMARY, LENGTH, SHORT = "full-layers", 32768, 8192  # what is registered
 BASELINES, SEEDS, WITHIN = ("dense", "window"), 3, 1.01
 MOST_BITS = 3.0  # in a picture: what a model does beyond its training may be far off
-TOKENS = "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
 MARKS = "<!-- patterns: written by `python benchmarks/tasks.py draw` -->\n", "\n<!-- patterns: end -->"
 PICTURES = {
     "cost": "Recall, and bits per byte, against the pairs of attention",
@@ -60,7 +57,8 @@ def mean(runs: list[Result], what: str, window: int | str = "") -> float:
 def verdict(runs: list[Result]) -> str:
     """What the registered runs say, by the rule that registered.md gives."""
     groups = grouped(one for one in runs if one["part"] == "registered")
-    wanted = [*((one, LENGTH) for one in (PRIMARY, *BASELINES)), *((one, SHORT) for one in (PRIMARY, "dense"))]
+    names = (PRIMARY, *BASELINES)
+    wanted = [*((one, LENGTH) for one in names), *((one, SHORT) for one in (PRIMARY, "dense"))]
     missing = sum(SEEDS - len(groups.get(key, [])) for key in wanted)
     if missing:
         return (f"**Whether far tokens pay is not measured yet**: {missing} of {SEEDS * len(wanted)} registered runs "
@@ -69,7 +67,6 @@ def verdict(runs: list[Result]) -> str:
              if one["part"] == "registered"}  # fmt: skip
     if len(texts) > 1:
         return "**The registered runs cannot be compared**: their texts, devices or versions differ."
-    names = (PRIMARY, *BASELINES)
     recalls = {one: sorted(mean([x], "recall", LENGTH) for x in groups[one, LENGTH]) for one in names}
     more = all(recalls[PRIMARY][0] > recalls[one][-1] for one in BASELINES)
     short = {one: mean(groups[one, SHORT], "bits", SHORT) for one in (PRIMARY, "dense")}
@@ -121,7 +118,7 @@ def cost(groups: Groups) -> Result:
     ]  # fmt: skip
     x = {"field": "pairs", "type": "quantitative", "title": "(query, key) pairs, % of dense attention's",
          "scale": {"type": "log", "nice": False, "padding": 30}}  # fmt: skip
-    parts, coloured = [], {"color": colour([one["name"] for one in points], None)}
+    parts, coloured = [], {"color": colour([one["name"] for one in points], legend=None)}
     titles = ("recall", "recall in texts of this length", 1), ("bits", "bits per byte, fewer is better", -1)
     for what, title, sign in titles:
         best: list[Result] = []
@@ -158,7 +155,7 @@ def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float
     shown = {attention: runs[0] for (attention, window), runs in groups.items() if window == longest}
     rows = [{"name": name, "x": at, "y": value} for name, run in shown.items() for at, value in points(run)]
     encoding = {at: {"field": at, "type": "quantitative", **axis} for at, axis in (("x", x), ("y", y))}
-    encoding["color"] = colour(shown, {})
+    encoding["color"] = colour(shown)
     mark = {"type": "line", "strokeWidth": 2, "clip": True}
     return {"data": {"values": rows}, "mark": mark, "width": 520, "height": 300, "encoding": encoding}
 
@@ -176,19 +173,21 @@ def position(groups: Groups) -> Result:
 
 def training(groups: Groups) -> Result:
     """At equal seconds, and at equal tokens."""
+    y, axes = (
+        {"title": "recall"},
+        ({"title": "seconds of training"}, {"title": "tokens of training", "axis": {"format": "~s"}}),
+    )
+    parts = []
+    for at, x in enumerate(axes):
+        part = lines(groups, lambda run, at=at: [(one[at], one[3]) for one in run["held_out_curve"]], x, y)
+        parts.append({**part, "width": 300})
+    return {"hconcat": parts}
 
-    def points(at: int) -> Callable[[Result], list[tuple[float, float]]]:
-        return lambda run: [(one[at], one[3]) for one in run["held_out_curve"]]
 
-    axes = {0: {"title": "seconds of training"}, 1: {"title": "tokens of training", "axis": {"format": "~s"}}}
-    parts = [lines(groups, points(at), x, {"title": "recall"}) for at, x in axes.items()]
-    return {"hconcat": [{**part, "width": 300} for part in parts]}
-
-
-def colour(names: Iterable[str], legend: Any) -> Result:
+def colour(names: Iterable[str], **more: None) -> Result:
     there = [one for one in COLOURS if one in {*names}]
     scale = {"domain": there, "range": [COLOURS[one] for one in there]}
-    return {"field": "name", "title": None, "scale": scale, **({"legend": None} if legend is None else {})}
+    return {"field": "name", "title": None, "scale": scale, **more}
 
 
 def section(folder: Path) -> str:

@@ -11,9 +11,6 @@ function. Results are written after every measurement and join those that the fi
 Legend: q, k, v, dout, out (1, N, H, D); lse (1, N, H); stats (1, H, N, 2).
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
 import itertools
 import json
@@ -47,8 +44,6 @@ CHECK_TOKENS, SHORT_TOKENS, SHORT_HEADS = 1 << 15, 1 << 13, 8  # short: as case 
 NEAR = 1.04  # times the best
 EQUAL = 1.02  # times the library's: less is not told from noise
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
-DIRECTIONS = ("forward", "backward")
-PARTS = ("tiles", "library_from")
 # that have patterns of these forms
 RULES = {"": "head_groups", "nested": "longnet", "apart": "torchscale", "apart thin": "torchscale"}
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
@@ -57,9 +52,7 @@ RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 CANDIDATES = common.read(Path(__file__).with_name("tiles.json"))
 
 
-class Shape(NamedTuple):
-    """What the tiles of a head dim are timed on."""
-
+class Shape(NamedTuple):  # what the tiles of a head dim are timed on
     tokens: int
     heads: int
     lengths: tuple[int, ...]
@@ -142,9 +135,6 @@ class Setting(NamedTuple):
         return lambda q, k, v: dilated_attention(q, k, v, pattern, **options)
 
 
-# --- one kernel -------------------------------------------------------------------------------------------------
-
-
 class Problem:
     """The tensors of one setting, with room for the results of every kernel."""
 
@@ -210,9 +200,6 @@ def candidates(kernel: str, size: int) -> list[TileConfig]:
     return list(dict.fromkeys(TileConfig(*tile) for tile in (*CANDIDATES[f"{kernel} {size}"], DEFAULTS[kernel, size])))
 
 
-# --- our kernels against the library's --------------------------------------------------------------------------
-
-
 def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds: float) -> dict[str, float]:
     """Milliseconds of both backends, each alone, through the public function; one out of memory has none."""
     *qkv, dout = setting.inputs(tokens, place)
@@ -221,7 +208,7 @@ def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds
         attention = setting.attention(pattern, backend)
         try:
             call = run.forward(attention, qkv)
-            if direction == "backward":  # alone
+            if direction == "backward":
                 leaves = [x.detach().requires_grad_() for x in qkv]
                 call = functools.partial(torch.autograd.grad, attention(*leaves)[0], leaves, dout, retain_graph=True)
             found[backend] = round(place.time({backend: call}, seconds)[backend], 4)
@@ -240,9 +227,6 @@ def library_from(times: dict[int, dict[str, float]]) -> int | None:
     return min(takewhile(slower.__getitem__, sorted(times, reverse=True)), default=None)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------
-
-
 def merge(into: Any, found: Any) -> Any:
     """What both hold, records and values by their names; where both have one, the second's."""
     if not isinstance(into, dict) or not isinstance(found, dict) or "run" in found:
@@ -254,7 +238,7 @@ def write(file: Path, results: dict[str, Any]) -> None:
     """A line for each key. Runs that nothing is left of go."""
     for entry in results.values():
         about = entry["measured"]
-        used = {record["run"] for part in PARTS for record in about.get(part, {}).values()}
+        used = {record["run"] for part in ("tiles", "library_from") for record in about.get(part, {}).values()}
         about["runs"] = {date: one for date, one in about["runs"].items() if date in used}
     charts.write(file, f"{as_text(results)}\n".encode())
 
@@ -271,7 +255,7 @@ def as_text(value: Any, indent: str = "") -> str:
 class Tuning:
     """One run: what to measure, what was found and the file it is in."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Any) -> None:
         self.place, self.failed = Place(options.device, options.scale), list[str]()
         self.name = dispatch.device_class(torch.device(options.device))
         self.seconds, self.file, self.only = options.seconds, options.out, options.only
@@ -330,7 +314,9 @@ class Tuning:
 
     def libraries(self) -> int:
         """From how many rows on the library is faster, for every direction and setting asked for."""
-        asked = [(x, way) for x, way in product(self.library, DIRECTIONS) if self.wants("library", x.key(way))]
+        asked = [
+            (x, way) for x, way in product(self.library, ("forward", "backward")) if self.wants("library", x.key(way))
+        ]
         # the public function runs here with the tiles found so far, as it will once they are written
         found = common.read(self.file).get(self.name, {}).get("tiles", {})
         dispatch.measured().setdefault(self.name, {}).setdefault("tiles", {}).update(found)

@@ -7,8 +7,6 @@ after every turn, with the ratio of the medians of all turns.
 Legend: N tokens, H heads, D head dim, w segment lengths, r dilation rates; q, k, v, out (1, N, H, D).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -88,8 +86,7 @@ def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
     from dilated_attention.testing import check, make_qkv
 
     assert Path(da.__file__).is_relative_to(tree.resolve()), da.__file__
-    ms: dict[str, list[float]] = {}
-    first: dict[str, float] = {}
+    ms, first = dict[str, list[float]](), dict[str, float]()
     for name, (tokens, *shape, (lengths, rates), kinds) in CASES.items():
         for rule, causal in kinds if name in only else ():
             cut = [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)]
@@ -108,8 +105,7 @@ def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
     if "block" in only:
         pattern = da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4))
         blocks(ms, attention(da.dilated_attention, pattern, True), seconds)
-    described = machine.describe(torch.device("cuda"), None)
-    return {"machine": described, "ms": ms, "first_seconds": first}
+    return {"machine": machine.describe(torch.device("cuda")), "ms": ms, "first_seconds": first}
 
 
 def attention(function: Any, pattern: Any, causal: bool) -> Callable[..., Any]:
@@ -129,9 +125,7 @@ def step_of(call: Any, inputs: Iterable[Any], weights: Sequence[Any] = ()) -> Ca
     return step
 
 
-def measure(
-    ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float, few: int = 8
-) -> None:
+def measure(ms: Any, case: str, attend: Any, qkv: Any, mode: str, seconds: float, few: int = 8) -> None:
     call = attend if mode == "eager" else torch.compile(attend, fullgraph=True, mode=mode)
     ms[f"{case}, forward"] = timed(torch.no_grad()(lambda: call(*qkv)), seconds, few)
     ms[f"{case}, forward + backward"] = timed(step_of(call, qkv), seconds, few)

@@ -7,8 +7,6 @@ A tile is a handwritten digit of 8 × 8 pixels, and a slide is a grid with tiles
 1 these lie in pairs, at most five tiles apart in x and y; in class 0 no two are so near. Test slides have other digits.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -6,8 +6,6 @@ Each line of the labels is ``slide,class``, and features/slide.pt holds {"featur
 arguments it trains a small encoder on slides made up of noise: a test of the loop, not of the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import random
@@ -53,9 +51,8 @@ def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: i
 
 def noise(count: int = 64, tiles: int = 40, channels: int = 16) -> list[tuple[Tensor, Tensor, int]]:
     """Slides of two classes that differ in the mean of one channel."""
-    shift, labels = 2.0 * F.one_hot(torch.tensor(0), channels), [index % 2 for index in range(count)]
-    places = torch.randint(0, 100, (count, tiles, 2)) * 256
-    return [(torch.randn(tiles, channels) + i * shift, place, i) for place, i in zip(places, labels, strict=True)]
+    shift, places = 2.0 * F.one_hot(torch.tensor(0), channels), torch.randint(0, 100, (count, tiles, 2)) * 256
+    return [(torch.randn(tiles, channels) + i % 2 * shift, place, i % 2) for i, place in enumerate(places)]
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """Text for training: files as documents of tokens, (n,) int32 each; rows (1, T) of them, with cu_seqlens."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -8,8 +8,6 @@ Started again with the same arguments, or with more --steps, training goes on fr
 ranks. docs/language-models.md shows how to use what is trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
@@ -211,15 +209,6 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
         signal.signal(signal.SIGTERM, before)
 
 
-def sample(options: argparse.Namespace, prompt: Tensor) -> list[int]:
-    """The prompt, and what the model makes of it; nothing if it is not to write."""
-    if not options.sample:
-        return []
-    drawn, model = torch.Generator().manual_seed(options.seed), LongNetLM.from_checkpoint(options.out)
-    written = model.generate_tokens([prompt], options.sample, temperature=0.8, generator=drawn)
-    return [*prompt.tolist(), *written[0].tolist()]
-
-
 def train(options: argparse.Namespace) -> None:
     with together("train()", device=options.device) as same:
         tokenizer, texts = None, read_texts(options.text, options.suffix)
@@ -228,7 +217,7 @@ def train(options: argparse.Namespace) -> None:
         if options.tokenizer is not None:
             transformers = charts.library("transformers", "--tokenizer needs", "models")
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer)
-        vocabulary = BYTES if tokenizer is None else len(tokenizer)
+        vocabulary = len(tokenizer) if tokenizer else BYTES
         if options.pattern:
             pattern = options.pattern[0] if len(options.pattern) == 1 else tuple(options.pattern)
         elif options.segments:
@@ -272,8 +261,12 @@ def train(options: argparse.Namespace) -> None:
         for length, (bits, known) in judged.items():
             print(f"{length:16,} {bits * per_byte:15.3f}", f"{known:15.0%}" if options.ask else "")
         print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
-        ids = sample(options, (prompts or [documents[0][:64]])[0])
-        print(tokenizer.decode(ids) if tokenizer else bytes(x for x in ids if x < BEGIN).decode(errors="replace"))
+        if options.sample:
+            drawn, model = torch.Generator().manual_seed(options.seed), LongNetLM.from_checkpoint(options.out)
+            prompt = (prompts or [documents[0][:64]])[0]
+            written = model.generate_tokens([prompt], options.sample, temperature=0.8, generator=drawn)
+            ids = torch.cat((prompt, written[0])).tolist()
+            print(tokenizer.decode(ids) if tokenizer else bytes(x for x in ids if x < BEGIN).decode(errors="replace"))
         if options.plot:
             levels = {f"Witten-Bell, order {n}": x for n, x in orders.items()}
             log.plot(options.out / "loss.svg", {"held out": judged[max(judged)][0] * per_byte, **levels})

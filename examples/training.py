@@ -1,7 +1,5 @@
 """What a training over ranks needs beside its model: errors that stop every rank, a log and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -30,8 +28,7 @@ def together(what: str, device: str = "cpu") -> AbstractContextManager[dict[str,
 class Log:
     """A file of JSON lines and a live line in the terminal, on the first rank; steps after ``step`` are run again."""
 
-    def __init__(self, file: Path, steps: int, step: int, tokens: int) -> None:
-        """``tokens``: of a step."""
+    def __init__(self, file: Path, steps: int, step: int, tokens: int) -> None:  # the tokens of a step
         self.file, self.steps, self.first, self.tokens = file, steps, step, tokens
         self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
         # a torn last line is left out: the program was killed as it wrote it
@@ -49,12 +46,11 @@ class Log:
             with self.file.open("a") as file:
                 file.write(f"{json.dumps(line)}\n")
         seconds = time.perf_counter() - self.began
+        said = f"done in {seconds:.0f} s"
         if "loss" in facts:  # not after the last step
             rate = (step - self.first) / seconds
             told = f"{facts['loss'] / math.log(2):.3f} bits per token, {rate * self.tokens:,.0f} tokens/s"
             said = f"step {step}/{self.steps}: {told}, {(self.steps - step) / rate:.0f} s left"
-        else:
-            said = f"done in {seconds:.0f} s"
         if sys.stdout.isatty():
             print(f"\r\033[K{said}", end="", flush=True)
         elif step % max(1, self.steps // 10) == 0:
@@ -120,9 +116,8 @@ class Checkpoints:
             except (ValueError, TypeError, LookupError) as error:
                 then = "remove it, and training goes on from the one before"
                 raise ValueError(f"the checkpoint {file} cannot be read ({error}): {then}") from error
-            both = {key: (facts.get(key), now) for key, now in self.facts.items()}
-            other = [f"{key} was {before} and is {now}" for key, (before, now) in both.items() if before != now]
+            changed = [name for name, now in self.facts.items() if facts.get(name) != now]
+            other = "; ".join(f"{name} was {facts.get(name)} and is {self.facts[name]}" for name in changed)
             if other:
-                then = "use the old values, or another folder"
-                raise ValueError(f"{file} is from another training: {'; '.join(other)}; {then}")
+                raise ValueError(f"{file} is from another training: {other}; use the old values, or another folder")
             return found

@@ -5,8 +5,6 @@
 kinds(context) is how many different bytes followed it; before any context every byte has 1 / 256.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
