@@ -5,6 +5,7 @@ Legend: own, other: the sizes of the tiles of a program's own rows and of the ro
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import weakref
@@ -101,6 +102,7 @@ def met(found: Plain, own: int, other: int, sees: str) -> Met:
     return rows
 
 
+@functools.cache  # asked for with each size of tiles
 def defined(pattern: DilatedPattern, head: int, heads: int, length: int, sees: str) -> Met:
     """The same for every row, as the pattern says it."""
     seen = {
