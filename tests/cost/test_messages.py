@@ -174,7 +174,7 @@ LARGE = [
 def test_many_ranks(case: Case) -> None:
     cost, ranks = case.cost(), case.ranks
     for exchange in EXCHANGES:
-        for rank in {0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1}:
+        for rank in (0, 1, ranks // 3, ranks - 1):
             assert told(cost, rank, exchange) == enumerated(case, rank, exchange), (exchange, rank)
 
 
