@@ -1,4 +1,4 @@
-"""All tests that need a GPU, in many processes: python tests/run_gpu.py [--jobs 16] [arguments of pytest]
+"""All tests that need a GPU, in many processes: python tests/run_gpu.py [--jobs 16] [--share 1/2] [arguments of pytest]
 
 Nearly all their time goes into compiling kernels, on one core each. Each process takes its share of the tests, which
 tests/conftest.py deals by CHUNK; those that need tens of GiB of device memory run first, and alone. Besides a log for
@@ -44,13 +44,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: cores)")
     parser.add_argument("--out", type=Path, default=ROOT / "report/gpu", help="folder of the logs")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels, to be unpacked and imported from")
+    parser.add_argument("--share", default="1/1", help="a part of the tests, as 1/2 and 2/2 for two calls")
     options, arguments = parser.parse_known_args()
+    share, shares = map(int, options.share.split("/"))
     if options.wheels:
         unpack(options.wheels)
     options.out.mkdir(parents=True, exist_ok=True)
     logs = [options.out / f"{name}.log" for name in ("large", *range(options.jobs))]
-    codes = [start("gpu and large", "0/1", logs[0], arguments).wait()]
-    running = [start("gpu and not large", f"{i}/{options.jobs}", log, arguments) for i, log in enumerate(logs[1:])]
+    first, total = (share - 1) * options.jobs, shares * options.jobs
+    codes = [start("gpu and large", f"{share - 1}/{shares}", logs[0], arguments).wait()]
+    running = [start("gpu and not large", f"{i}/{total}", log, arguments) for i, log in enumerate(logs[1:], first)]
     codes += [process.wait() for process in running]
     with tarfile.open(options.out / "logs.tar.gz", "w:gz") as whole:
         for log in logs:

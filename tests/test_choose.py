@@ -281,6 +281,9 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
     assert tile("nested", short=True, is_causal=False) == TileConfig(128, 64, 8, 2)  # no short ones were measured
     assert tile("dense") == TileConfig(128, 64, 4, 3)
     assert tile("dense", short=True) == TileConfig(32, 64, 4, 2)
+    assert tile("band", short=True) == TileConfig(32, 64, 4, 2)
+    tiles["dq 64 causal band"] = [128, 32, 8, 2]
+    assert tile("band", short=True) == TileConfig(128, 32, 8, 2)
     assert tile("apart") == TileConfig(64, 64, 4, 3)  # nor those of one branch a launch
     assert tile("nested") == dispatch.DEFAULTS["dq", 64]
     assert tile(head_dim=65) == dispatch.DEFAULTS["dq", 96]

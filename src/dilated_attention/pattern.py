@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -60,7 +60,6 @@ class Pattern(Shown):
 
     __slots__ = ("text",)
 
-    shows_itself: ClassVar[bool] = False  # each query of a branch sees itself there
     text: str  # `to_dict` as JSON: one string, which compilers check fast
 
     def __init__(self, branches: Iterable[Branch], *, counts: Counts = "once") -> None:
@@ -193,7 +192,6 @@ class DilatedPattern(Pattern):
         320
     """
 
-    shows_itself: ClassVar[bool] = True
     rule: Rule
     segment_lengths: Ints
     dilation_rates: Ints

@@ -69,7 +69,7 @@ def without_silent_rows(call: Call, inputs: Inputs, results: Outputs) -> tuple[I
     The last, (B, n, H): where dq is NaN, as out and lse are; None: nowhere.
     """
     q, (out, lse, dout, dlse), bad, silent = inputs.q, results, None, None
-    if call.has_padding or not call.pattern.shows_itself:  # else a row in a block has a key, itself
+    if call.has_padding or call.pattern.needs_masks:  # else a row in a block has a key, itself
         silent = lse == -torch.inf
     if not seems_finite(q):
         bad = ~q.isfinite().all(-1)
