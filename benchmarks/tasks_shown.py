@@ -83,9 +83,12 @@ def table(groups: Groups, baselines: dict[str, float]) -> str:
     every = [one for runs in groups.values() for one in runs]
     judged, digits = every[0]["held_out"], {"recall": 2, "bits": 3}
     columns = [(what, window) for what in digits for window in judged if what in judged[window]]
-    made = {(x["machine"]["device"], x["machine"]["versions"]["torch"], x["machine"]["commit"]): None for x in every}
+    made: dict[tuple[str, str], dict[str, None]] = {}
+    for x in every:
+        about = x["machine"]
+        made.setdefault((about["device"], about["versions"]["torch"]), {})[str(about["commit"])[:7]] = None
     lines = [
-        *(f"{device}, torch {torch}, commit {str(commit)[:7]}.\n" for device, torch, commit in made),
+        *(f"{device}, torch {torch}, commit {' or '.join(commits)}.\n" for (device, torch), commits in made.items()),
         row("", "runs", "pairs", "tokens", "TFLOP", *(f"{what} {thousands(x)}" for what, x in columns)),
         f"|---|{'---:|' * (4 + len(columns))}",
     ]
