@@ -18,9 +18,9 @@ from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_effici
 from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.branches import Branch
+from dilated_attention.branches.overlap import Part
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern, Pattern
-from dilated_attention.shown import Part
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 KERNELS = ("flash", "cudnn", "efficient")  # of torch

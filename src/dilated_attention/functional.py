@@ -254,9 +254,11 @@ def explain(
     packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
     call = resolve(Inputs(query, key, value, key_padding_mask, None, positions, packed), options)
     choice = choose(call)
-    # positions that a tensor holds are not read: the last ones are used instead
+    # kernels that do not take short blocks take no masks, so only a DilatedPattern has to be planned; positions that a
+    # tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call
-    rows = {min(block.queries.rows, block.keys.rows) for block in plan(placed).blocks} or {call.queries}
+    blocks = () if pattern.needs_masks else plan(placed).blocks
+    rows = {min(block.queries.rows, block.keys.rows) for block in blocks} or {call.queries}
     reasons = BACKENDS[backend].unsupported(call, True) if backend != "auto" and call.is_decode else []
     if reasons:
         backward = f"none: {'; '.join(reasons)}"

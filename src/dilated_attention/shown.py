@@ -15,13 +15,11 @@ from typing import Literal
 import torch
 
 from dilated_attention.branches import Branch, Dilated
-from dilated_attention.branches.base import Rect, grouped
+from dilated_attention.branches.base import grouped
+from dilated_attention.branches.overlap import Part, count_left, cut
 from dilated_attention.checks import MAX_NUMBER, Ints, check_int
 
 Counts = Literal["once", "sum"]
-Part = tuple[Rect, tuple[Branch, ...]]  # pairs of a branch, less those that the others show
-
-AT_ONCE = 1 << 22  # pairs that are looked at one by one
 
 
 class Shown:
@@ -76,15 +74,7 @@ class Shown:
         branches, order = self.branches_for(kv_heads), self.order(drops) if self.counts == "once" else [branch]
         earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
         for rect in branches[branch].rects(head, queries, n, is_causal):
-            parts, but = [rect], []
-            # the last first: of nested segments the largest, for smaller ones show nothing of what it leaves
-            for other in () if rect.is_empty else reversed(earlier):
-                rests = [other.without(part, head, n) for part in parts]
-                if None in rests:
-                    but.append(other)
-                else:
-                    parts = [part for rest in rests for part in rest or () if not part.is_empty]
-            yield from ((part, tuple(but)) for part in parts)
+            yield from cut(rect, earlier, head, n)
 
     def keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
@@ -119,18 +109,25 @@ class Shown:
         num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
         kv_heads, queries = num_heads // group, range(num_tokens)
-        total = 0
-        # heads that see the same are counted once
-        for heads in grouped(range(kv_heads), lambda head: self.looks(head, kv_heads)).values():
-            for index, branch in enumerate(self.branches_for(kv_heads)):
-                if heads[0] in branch.members:
-                    parts = self.parts(index, heads[0], queries, num_tokens, kv_heads, is_causal)
-                    total += len(heads) * count_pairs(parts, heads[0])
-        return group * total
+        branches = range(len(self.branches_for(kv_heads)))
+        return group * sum(self.counted(branch, queries, num_tokens, kv_heads, is_causal) for branch in branches)
+
+    def counted(self, index: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> int:
+        """How many pairs of a branch count, over all key/value heads. Internal."""
+        branches, total, steps = self.branches_for(kv_heads), 0, itertools.count()
+        order = [index]
+        if self.counts == "once":  # those that differ from head to head last: the others are counted for all heads
+            order = sorted(self.order(False), key=lambda i: len({*map(branches[i].offset_of, branches[i].members)}) > 1)
+        known = [branches[i] for i in order[: order.index(index) + 1]]
+        for heads in grouped(branches[index].members, lambda head: _looks(known, head)).values():
+            others = [other for other in known[:-1] if heads[0] in other.members]
+            rects = branches[index].rects(heads[0], queries, n, is_causal)
+            total += len(heads) * sum(count_left(rect, others, heads[0], n, steps) for rect in rects)
+        return total
 
     def looks(self, head: int, kv_heads: int) -> Ints:
         """Heads that agree in this see the same: the offset in each branch, -1 where they do not have it."""
-        return tuple(x.offset_of(head) if head in x.members else -1 for x in self.branches_for(kv_heads))
+        return _looks(self.branches_for(kv_heads), head)
 
     def flops(
         self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
@@ -191,6 +188,10 @@ def resolved(pattern: Shown, num_heads: int) -> tuple[Branch, ...]:
     return tuple(pattern._resolved(num_heads))
 
 
+def _looks(branches: Iterable[Branch], head: int) -> Ints:
+    return tuple(x.offset_of(head) if head in x.members else -1 for x in branches)
+
+
 def moved_to(branch: Branch, others: Iterable[Branch], queries: range, n: int) -> tuple[int, int]:
     """How many tokens earlier queries have the same parts, 0 if none do, and in a sequence of how many tokens."""
     reach = branch.reach(queries)
@@ -200,23 +201,3 @@ def moved_to(branch: Branch, others: Iterable[Branch], queries: range, n: int) -
     period = math.lcm(*periods)
     shift = max(0, reach.start - max(firsts)) // period * period if period else 0
     return shift, reach.stop - shift
-
-
-def count_pairs(parts: Iterable[Part], head: int) -> int:
-    """How many pairs these are."""
-    total = 0
-    for rect, but in parts:
-        total += 0 if but else rect.pairs()
-        for one in rect.singles() if but and not rect.is_empty else ():
-            keys, rows = _positions(one.keys), max(1, AT_ONCE // len(one.keys))
-            for first in range(0, len(one.queries), rows):
-                query = _positions(one.queries[first : first + rows]).unsqueeze(1)
-                seen = (keys - query >= rect.low) & (keys - query <= rect.high)
-                for other in but:
-                    seen &= ~other.sees(head, query, keys)
-                total += int(seen.sum())
-    return total
-
-
-def _positions(rows: range) -> torch.Tensor:
-    return torch.arange(rows.start, rows.stop, rows.step)

@@ -53,8 +53,8 @@ class CacheRule(NamedTuple):
 
 def inside(rows: range, first: int, stop: int) -> range:
     """Those in [first, stop)."""
-    first, stop = (max(0, -((rows.start - token) // rows.step)) for token in (first, stop))
-    return rows[first:stop]
+    start, step = rows.start, rows.step
+    return rows[max(0, -((start - first) // step)) : max(0, -((start - stop) // step))]
 
 
 def moved(rows: range, tokens: int) -> range:
@@ -76,9 +76,26 @@ class Rect(NamedTuple):
     def is_empty(self) -> bool:
         return not (self.queries and self.keys)
 
+    @property
+    def span(self) -> range:
+        """The tokens from the first query of all repeats to the last."""
+        return range(self.queries[0], self.queries[-1] + (self.repeats - 1) * self.period + 1)
+
+    @property
+    def least(self) -> int:
+        """The least key - query, at least; that of all repeats."""
+        return max(self.low, self.keys[0] - self.queries[-1])
+
+    @property
+    def most(self) -> int:
+        """The most, at most."""
+        return min(self.high, self.keys[-1] - self.queries[0])
+
     def between(self, low: int = -FOREVER, high: int = FOREVER) -> Rect:
         """The pairs with low <= key - query <= high too: no rows that meet none, and no limit that always holds."""
         low, high, queries, keys = max(low, self.low), min(high, self.high), self.queries, self.keys
+        if (low, high) == (-FOREVER, FOREVER):
+            return self
         for _ in range(4):  # with both, fewer queries may need fewer keys
             if queries:
                 keys = inside(keys, queries[0] + low, queries[-1] + high + 1)
@@ -227,6 +244,10 @@ class Branch:
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """All pairs of these queries, each once. Heads have equally many rectangles in one order; some are empty."""
         raise NotImplementedError
+
+    def near(self, rect: Rect, head: int, n: int) -> Iterator[Rect]:
+        """All pairs that may be in a rectangle, each once."""
+        return self.rects(head, rect.span, n, False)
 
     def repeats(self) -> tuple[int, int]:
         """A token and a period: from there on, a pair is shown if that a period later is; a period of 0: unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import random
 from collections.abc import Iterable, Iterator
@@ -71,18 +72,33 @@ class Blocks(Branch):
         last = len(listed) - 1
         return listed[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]
 
+    @functools.cached_property
+    def by_distance(self) -> list[tuple[int, list[int]]]:
+        """How far keys are from queries, in blocks, and the blocks of these queries; both rise."""
+        rows = grouped(self.pairs, lambda pair: pair[1] - pair[0])
+        return [(distance, [row for row, _ in rows[distance]]) for distance in sorted(rows)]
+
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """Blocks that are equally far from their keys are one rectangle, repeated."""
-        size = self.size
-        for distance, pairs in sorted(grouped(self.pairs, lambda pair: pair[1] - pair[0]).items()):
+        return self._rects(queries, n, -FOREVER, 0 if is_causal else FOREVER)
+
+    def near(self, rect: Rect, head: int, n: int) -> Iterator[Rect]:
+        return self._rects(rect.span, n, rect.least, rect.most)
+
+    def _rects(self, queries: range, n: int, low: int, high: int) -> Iterator[Rect]:
+        size, lanes = self.size, self.by_distance
+        near, far = (bisect.bisect(lanes, (limit // size + more,)) for limit, more in ((low, 0), (high, 2)))
+        for distance, rows in lanes[near:far]:
             end = min(queries.stop, n - max(distance, 0) * size)
-            whole = [row for row, _ in pairs if queries.start <= row * size and (row + 1) * size <= end]
-            singles = [range(row, row + 1) for row in sorted({row for row, _ in pairs}.difference(whole))]
-            for rows in (*singles, *in_order(whole)):
-                block = range(rows.start * size, (rows.start + 1) * size)
-                mine, keys = inside(block, queries.start, queries.stop), inside(moved(block, distance * size), 0, n)
-                rect = Rect(mine, keys, repeats=len(rows), period=rows.step * size if len(rows) > 1 else 0)
-                yield rect.between(high=0 if is_causal else FOREVER)
+            borders = queries.start // size, -(-queries.start // size), end // size, -(-queries.stop // size)
+            first, every, missing, none = (bisect.bisect_left(rows, row) for row in borders)
+            singles = rows[first:every] + rows[max(every, missing) : none]
+            for some in (*(range(row, row + 1) for row in singles), *in_order(rows[every:missing])):
+                block = range(some.start * size, (some.start + 1) * size)
+                keys = inside(moved(block, distance * size), 0, n)
+                period = some.step * size if len(some) > 1 else 0
+                rect = Rect(inside(block, queries.start, queries.stop), keys, repeats=len(some), period=period)
+                yield rect.between(low, high)
 
     def kept(self, head: int) -> CacheRule:
         """All up to the last block that a later one sees."""

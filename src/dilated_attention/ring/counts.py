@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from dilated_attention.branches import Dilated
-from dilated_attention.branches.base import grouped
+from dilated_attention.branches.base import grouped, moved
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
 from dilated_attention.plan import joined_spans
-from dilated_attention.ring.alltoall import can_deal, deal, offsets_of, rows_before, segment_at
+from dilated_attention.ring.alltoall import can_deal, deal, rows_before, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
-from dilated_attention.shown import count_pairs, moved_to
+from dilated_attention.shown import moved_to
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
 # most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of
 # one sample and one query head of each key/value head.
 Tally = Tensor  # (9, ranks)
 Pair = tuple[int, int]
-# Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and (6, ranks): queries
+# Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and (5, ranks): queries
 # that see such rows; own rows that others need, the most of one rank before and the most of one after; in an alltoall,
-# rows that go to others and come from them, and pairs more than those of the own queries; and these pairs.
-Needs = tuple[Tensor | int, Tensor]
+# rows that go to others and come from them, and pairs more than those of the own queries.
+Needs = tuple[Tensor, Tensor]
 
 
 def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
@@ -69,23 +68,27 @@ def _tally(gone: Tensor, came: Tensor, ways: list[Pair], *others: Tensor) -> Tal
 
 
 def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Tensor]:
-    """As `Needs`. Nothing outside of a sequence is seen."""
+    """As `Needs`, and a sixth row: the pairs of the own queries. Nothing outside of a sequence is seen."""
     rows = torch.zeros(shards.ranks, shards.ranks, dtype=torch.int64, device="cpu")
     numbers = rows.new_zeros(6, shards.ranks)
     borders = {border for border in shards.starts if 0 < border < shards.tokens}
-    sequences = {*itertools.pairwise(shards.cu_seqlens)} if pairs_too else {shards.sequence(x) for x in borders}
     for index, branch in enumerate(call.branches):
-        known: dict[Hashable, Needs] = {}
-        ways: list[tuple[Callable[[Call, int, Ints], Needs], set[Pair]]] = [(_in_sequence, sequences)]
+        needs, zones = _in_sequence, {shards.sequence(x) for x in borders}
         if call.pattern.counts == "sum" and isinstance(branch, Dilated):  # whatever the other branches show
-            ways = [(_pairs, sequences), (_in_segment, {segment_at(shards, x, branch.length) for x in borders})]
-        for needs, zone in ((needs, zone) for needs, zones in ways for zone in zones):
+            needs, zones = _in_segment, {segment_at(shards, x, branch.length) for x in borders}
+        known: dict[Ints, Needs] = {}
+        for zone in zones:
             ranks, cut = shards.cut(*zone)
-            if (needs, cut) not in known:
-                known[needs, cut] = needs(call, index, cut)
+            if cut not in known:
+                known[cut] = needs(call, index, cut)
             here = slice(ranks.start, ranks.stop)
-            rows[here, here] += known[needs, cut][0]
-            numbers[:, here] += known[needs, cut][1]
+            rows[here, here] += known[cut][0]
+            numbers[:5, here] += known[cut][1]
+        for begin, end in itertools.pairwise(shards.cu_seqlens) if pairs_too else ():
+            ranks, cut = shards.cut(begin, end)
+            for rank, queries in zip(ranks, itertools.starmap(range, itertools.pairwise(cut)), strict=True):
+                shift, length = moved_to(branch, call.branches, queries, cut[-1])
+                numbers[5, rank] += _pairs(call, index, moved(queries, -shift), length)
     return rows, numbers
 
 
@@ -100,20 +103,7 @@ def _in_segment(call: Call, index: int, cut: Ints) -> Needs:
         is_here[head, target] = 1
     more = _seen(call, after - rows, whole) - _seen(call, after, whole) + is_here * _seen(call, whole, whole)
     dealt = [x.sum(0) for x in (rows * (1 - is_here), (whole - rows) * is_here, more)]
-    return others * (holds.T @ rows), torch.stack([*seeing, *dealt, 0 * dealt[0]])
-
-
-def _pairs(call: Call, index: int, cut: Ints) -> Needs:
-    """Only the pairs, of a dilated branch in a sequence that is cut at these tokens."""
-    tokens, branch = torch.tensor(cut, device="cpu"), call.branches[index]
-    assert isinstance(branch, Dilated)
-    whole, rest = tokens // branch.length, tokens % branch.length
-    length = (cut[-1] - whole * branch.length).clamp(max=branch.length)  # of the segment that each token is in
-    full = torch.full_like(tokens, branch.length)
-    full, earlier, every = (rows_before(x, offsets_of(call, index), branch.rate) for x in (full, rest, length))
-    numbers = tokens.new_zeros(6, len(cut) - 1)
-    numbers[5] = (whole * _seen(call, full, full) + _seen(call, earlier, every)).diff().sum(0)
-    return 0, numbers
+    return others * (holds.T @ rows), torch.stack([*seeing, *dealt])
 
 
 def _seen(call: Call, rows: Tensor, every: Tensor) -> Tensor:
@@ -124,11 +114,11 @@ def _seen(call: Call, rows: Tensor, every: Tensor) -> Tensor:
 def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     """A sequence that is cut at these tokens: what the rectangles of each rank's queries say."""
     starts = torch.tensor(cut, device="cpu")
-    rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(6, len(cut) - 1)
+    rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(5, len(cut) - 1)
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
         # far from the beginning it is the same as near to it
         shift, length = moved_to(call.branches[index], call.branches, range(first, stop), cut[-1])
-        numbers[5, reader], numbers[0, reader], lanes = _near(call, index, range(first - shift, stop - shift), length)
+        numbers[0, reader], lanes = _near(call, index, range(first - shift, stop - shift), length)
         if lanes:
             start, step, most, times = torch.tensor(lanes, device="cpu").T.unsqueeze(2)
             rows[reader] = (times * rows_before(starts - shift, start, step).minimum(most).diff()).sum(0)
@@ -137,27 +127,30 @@ def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, int, list[Ints]]:
-    """Of some queries in a branch: pairs, queries that see keys before or after all of them, and those keys, each once:
-    start, step, length, and of how many heads."""
-    pairs, seeing, lanes = 0, 0, list[Ints]()
+def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, list[Ints]]:
+    """Of some queries in a branch: those that see keys before or after all of them, and these keys, each once: start,
+    step, length, and of how many heads."""
+    seeing, lanes = 0, list[Ints]()
     for head, times in kinds_of_heads(call, index) if queries else ():
-        parts = list(call.parts(index, head, queries, n))
         rects = [
             one
-            for rect, _ in parts
+            for rect, _ in call.parts(index, head, queries, n)
             for elsewhere in ((0, queries.start), (queries.stop, n))
             for part in rect.with_keys(*elsewhere)
             for one in part.singles()
             if not one.is_empty
         ]
-        pairs += times * count_pairs(parts, call.first_head + head)
         seeing += times * sum(map(len, {rect.queries for rect in rects}))
         by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))
         for (step, _), some in by_step.items():
             spans = joined_spans((keys.start, keys[-1] + step) for keys in some)
             lanes += [(start, step, (stop - start) // step, times) for start, stop in spans]
-    return pairs, seeing, lanes
+    return seeing, lanes
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _pairs(call: Call, index: int, queries: range, n: int) -> int:
+    return call.pattern.counted(index, queries, n, call.kv_heads, call.is_causal)
 
 
 @functools.lru_cache(maxsize=256)
