@@ -25,7 +25,7 @@ MOST_BITS = 3.0  # in a picture: what a model does beyond its training may be fa
 MARKS = "<!-- patterns: written by `python benchmarks/tasks.py draw` -->\n", "\n<!-- patterns: end -->"
 PICTURES = {
     "cost": "Recall, and bits per byte, against the pairs of attention",
-    "recall": "Recall by distance, of models that were trained at the longest length",
+    "recall": "Recall by kind of question and distance, of models that were trained at the longest length",
     "position": "Bits by position",
     "training": "Recall over the seconds of training, and over its tokens",
 }
@@ -144,15 +144,18 @@ def cost(groups: Groups) -> Result:
 
 
 def recall(groups: Groups) -> Result:
-    """A heat map: pattern by distance, in the longest windows."""
-    longest = max(window for _, window in groups)
-    rows = []
+    """A heat map for each kind of question: pattern by distance, in the longest windows."""
+    longest, cells = max(window for _, window in groups), dict[tuple[str, str, int], list[float]]()
     for (attention, window), runs in groups.items():
-        cells = [one for run in runs for one in [*run["held_out"].values()][-1]["recall"]] if window == longest else []
-        for distance in sorted({one["from"] for one in cells}):
-            some = [one["right"] for one in cells if one["from"] == distance]
-            rows.append({"name": attention, "distance": distance, "right": sum(some) / len(some)})
-    return heat_map(rows, "right", "distance", "name", "recall, by bytes from the fact to the answer")
+        for one in [x for run in runs for x in [*run["held_out"].values()][-1]["recall"]] if window == longest else []:
+            cells.setdefault((one["kind"], attention, one["from"]), []).append(one["right"])
+    rows = [
+        {"kind": kind, "trained with": attention, "bytes from the fact to the answer": at, "right": sum(x) / len(x)}
+        for (kind, attention, at), x in cells.items()
+    ]
+    kinds = dict.fromkeys(one["kind"] for one in rows)
+    axes = [*rows[0]][2], "trained with"
+    return {"vconcat": [heat_map([x for x in rows if x["kind"] == kind], "right", *axes, kind) for kind in kinds]}
 
 
 def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float]]], x: Result, y: Result) -> Result:
