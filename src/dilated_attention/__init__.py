@@ -55,9 +55,9 @@ else:
 
     def __getattr__(name: str) -> object:
         for home in _HOMES if name in __all__ else ():
-            found = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
-            if found is not None:
-                return found
+            value = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
+            if value is not None:
+                return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

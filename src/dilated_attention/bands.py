@@ -51,6 +51,6 @@ def _tiles(rect: Rect, side: int, at: int) -> Iterator[Rect]:
 
     if len(whole) < rect.repeats:
         whole = range(0)
-    for one in rect.singles() if whole else ():
-        yield tile(one, whole.start)._replace(repeats=len(whole), period=side * rect.queries.step)
+    for single in rect.singles() if whole else ():
+        yield tile(single, whole.start)._replace(repeats=len(whole), period=side * rect.queries.step)
     yield from (tile(rect, m) for m in range(-(-rows // side)) if m not in whole)

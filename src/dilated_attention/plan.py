@@ -75,20 +75,20 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
         keys = block.keys  # [7:] says which heads, and how their rows are shifted
         return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
 
-    found: list[Away] = []
+    parts: list[Away] = []
     for blocks in grouped(_apart(plan(call._replace(key_start=first, keys=count), False).blocks), lane).values():
         spans = joined_spans(span for block in blocks for span in _spans(block.keys))
         starts = [start for start, _ in spans]
         waiting: list[list[Block]] = [[] for _ in spans]
         for block in blocks:
             places = {bisect.bisect_right(starts, start) for start, _ in _spans(block.keys)}
-            for one in [block] if len(places) == 1 else block.cut(batch=1):
-                waiting[bisect.bisect_right(starts, one.keys.token) - 1].append(one)
+            for piece in [block] if len(places) == 1 else block.cut(batch=1):
+                waiting[bisect.bisect_right(starts, piece.keys.token) - 1].append(piece)
         for (start, stop), some in zip(spans, waiting, strict=True):
             keys = some[0].keys
             rows = keys._replace(token=start, segments=1, segment_step=0, rows=(stop - start) // keys.row_step)
-            found.append(Away(rows, tuple(some)))
-    return tuple(found)
+            parts.append(Away(rows, tuple(some)))
+    return tuple(parts)
 
 
 def _apart(blocks: Iterable[Block]) -> Iterator[Block]:
@@ -101,8 +101,8 @@ def _apart(blocks: Iterable[Block]) -> Iterator[Block]:
     for block in blocks:
         heads = 1 if any(len(kinds[block.branch, head]) > 1 for head in block.keys.numbers) else None
         batch = 1 if block.keys.segments > 1 and block.keys.segment_step % block.keys.row_step else None
-        for one in block.cut(heads=heads, batch=batch):
-            yield one._replace(keys=one.keys._replace(head_step=1, token_step=0)) if one.heads == 1 else one
+        for piece in block.cut(heads=heads, batch=batch):
+            yield piece._replace(keys=piece.keys._replace(head_step=1, token_step=0)) if piece.heads == 1 else piece
 
 
 def _spans(keys: View) -> list[tuple[int, int]]:
@@ -113,13 +113,13 @@ def _spans(keys: View) -> list[tuple[int, int]]:
 
 def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Stretches [start, stop) that meet or overlap as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 class Place(NamedTuple):
@@ -143,13 +143,13 @@ def blocks_of(
 ) -> Iterator[Block]:  # fmt: skip
     """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one. ``fresh``: heads of
     which no row was written."""
-    found: dict[Hashable, dict[int, Place]] = {}
+    by_kind: dict[Hashable, dict[int, Place]] = {}
     listed: dict[int, dict[int, Place]] = {}
     for head in heads:
         alike = call.looks(head)
-        if alike not in found:
-            found[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))
-        for number, place in found[alike].items():
+        if alike not in by_kind:
+            by_kind[alike] = _joined(_places(call, index, head), apart=bool(elsewhere))
+        for number, place in by_kind[alike].items():
             if (index, place.origin, head) not in elsewhere:
                 listed.setdefault(number, {})[head] = place
     for places in listed.values():
@@ -162,21 +162,21 @@ def blocks_of(
 
 def _joined(places: Iterable[Place], apart: bool) -> dict[int, Place]:
     """The places by number, in which heads agree. Unless ``apart``, one that continues another repeats it."""
-    found: dict[int, Place] = {}
+    kept: dict[int, Place] = {}
     latest: dict[Hashable, int] = {}
     for number, place in enumerate(places):
         rect = place.rect
         if not rect.pairs():
             continue
         kind = place._replace(rect=rect.some(0, 1).moved(-place.origin), origin=0)
-        before = found.get(latest.get(kind, -1))
+        before = kept.get(latest.get(kind, -1))
         joined = before and not (apart or place.but) and before.rect.followed_by(rect)
         if before and joined:
-            found[latest[kind]] = before._replace(rect=joined)
+            kept[latest[kind]] = before._replace(rect=joined)
         else:
-            found[number] = place
+            kept[number] = place
             latest[kind] = number
-    return found
+    return kept
 
 
 def _places(call: Call, index: int, head: int) -> Iterator[Place]:
@@ -196,8 +196,8 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
             for part in rect.with_keys(*here):
                 for even in part.even():
                     for plain in without_bands(even, bool(but)):
-                        for one in plain.singles() if but else [plain]:
-                            yield Place(one.moved(begin), origin, zeros, but)
+                        for single in plain.singles() if but else [plain]:
+                            yield Place(single.moved(begin), origin, zeros, but)
 
 
 def _cu_seqlens_here(call: Call) -> Ints:

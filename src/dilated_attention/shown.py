@@ -95,12 +95,12 @@ class Shown:
                 f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
                 "from 0"
             )
-        found: list[list[int]] = []
+        row: list[list[int]] = []
         for branch in self.branches_for(num_heads // group):
             shown = branch.rects(head // group, range(query, query + 1), num_tokens, is_causal)
             rects = [rect for rect in shown if head // group in branch.members and not rect.is_empty]
-            found.append([token for rect in rects for token in rect.keys])
-        return found
+            row.append([token for rect in rects for token in rect.keys])
+        return row
 
     def pairs(
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
@@ -197,7 +197,7 @@ def moved_to(branch: Branch, others: Iterable[Branch], queries: range, n: int) -
     reach = branch.reach(queries)
     if reach is None or reach.stop > n:
         return 0, n
-    firsts, periods = zip(*(one.repeats() for one in (branch, *others)), strict=True)
+    firsts, periods = zip(*(each.repeats() for each in (branch, *others)), strict=True)
     period = math.lcm(*periods)
     shift = max(0, reach.start - max(firsts)) // period * period if period else 0
     return shift, reach.stop - shift

@@ -126,11 +126,11 @@ def limits(expected: Named, plain: Named | None, dtype: torch.dtype) -> dict[str
     wanted, floor, eps = dict(expected.items()), TOLERANCE.get(dtype, 0.0), torch.finfo(dtype).eps
     scores = _size(wanted["lse"]) if "lse" in wanted and floor else 0.0
     rounded = max(floor, eps * scores * math.sqrt(wanted["out"].shape[-1]))
-    found = {name: floor if name == "lse" else rounded for name in wanted}  # that of lse is relative to its own size
+    allowed = {name: floor if name == "lse" else rounded for name in wanted}  # that of lse is relative to its own size
     for name, value in plain.items() if plain else ():
         once, off = eps / 2 * min(1.0, _size(wanted[name])), error(value, wanted[name])
-        found[name] = max(found[name], (3 if name[0] == "d" else 2) * (max(off, once) if off < math.inf else once))
-    return found
+        allowed[name] = max(allowed[name], (3 if name[0] == "d" else 2) * (max(off, once) if off < math.inf else once))
+    return allowed
 
 
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
@@ -146,9 +146,9 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
         >>> expected = testing.oracle((q, k, v), da.DilatedPattern.head_groups([4, 16], [1, 4]), torch.ones_like(q))
         >>> testing.assert_exact(got, expected)
     """
-    allowed, found = limits(expected, plain, got.out.dtype), errors(got, expected)
-    wrong = [name for name in found if not found[name] <= allowed[name]]
-    assert not wrong, "; ".join(f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in wrong)
+    allowed, off = limits(expected, plain, got.out.dtype), errors(got, expected)
+    wrong = [name for name in off if not off[name] <= allowed[name]]
+    assert not wrong, "; ".join(f"{name} is off by {off[name]:.2e}, allowed {allowed[name]:.2e}" for name in wrong)
 
 
 def check(

@@ -122,8 +122,8 @@ def _by_kv_head(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
         if x.q.shape[1] == count or count == 1:
             return run(x, *results)
         parts = zip(*(t.chunk(count, 1) for t in (*x[:3], *results)), strict=True)
-        found = [run(x._replace(q=q, k=k, v=v), *some) for q, k, v, *some in parts]
-        return tuple(torch.cat(some, 1) for some in zip(*found, strict=True))
+        computed = [run(x._replace(q=q, k=k, v=v), *some) for q, k, v, *some in parts]
+        return tuple(torch.cat(some, 1) for some in zip(*computed, strict=True))
 
     return each
 

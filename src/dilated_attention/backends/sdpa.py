@@ -23,10 +23,10 @@ CALL_BYTES = 8 << 20  # of keys per thread: what a call on a CPU packs and gives
 
 def unsupported(call: Call, backward: bool) -> list[str]:
     """Why none of the kernels can run, one sentence each."""
-    found = why_not(call)
-    if not all(found.values()):
+    by_kernel = why_not(call)
+    if not all(by_kernel.values()):
         return []
-    reasons = [f"{kernel}: {reason}" for kernel, some in found.items() for reason in some]
+    reasons = [f"{kernel}: {reason}" for kernel, some in by_kernel.items() for reason in some]
     return reasons or [f"torch has no such kernels for device {call.device.type!r}"]
 
 

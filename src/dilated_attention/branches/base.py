@@ -276,10 +276,10 @@ def rising(name: str, values: Iterable[int]) -> Ints:
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """The items that agree in something, by it."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range, int, int]]:
@@ -295,11 +295,11 @@ def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range,
 
 def in_order(numbers: Iterable[int]) -> list[range]:
     """Rising numbers as the fewest stretches of constant step, taken greedily."""
-    found: list[range] = []
+    stretches: list[range] = []
     for number in numbers:
-        step = number - found[-1][-1] if found else 0
-        if found and (len(found[-1]) == 1 or found[-1].step == step):
-            found[-1] = range(found[-1].start, number + 1, step)
+        step = number - stretches[-1][-1] if stretches else 0
+        if stretches and (len(stretches[-1]) == 1 or stretches[-1].step == step):
+            stretches[-1] = range(stretches[-1].start, number + 1, step)
         else:
-            found.append(range(number, number + 1))
-    return found
+            stretches.append(range(number, number + 1))
+    return stretches

@@ -101,7 +101,7 @@ class Global(Branch):
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         if isinstance(self.tokens, int):
             some = (part.turned() for part in rect.with_keys(self.tokens, FOREVER))
-            return [part.turned() for one in some for part in one.with_keys(self.tokens, FOREVER)]
+            return [part.turned() for left in some for part in left.with_keys(self.tokens, FOREVER)]
         spans = list(between(rect.queries, self.tokens)), list(between(rect.keys, self.tokens))
         if rect.repeats > 1 or len(spans[0]) * len(spans[1]) > MOST_PARTS:
             return None

@@ -79,15 +79,15 @@ def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
     ]
     if refused:
         return f"{call} was called off on all ranks (this is rank {rank}): {'; '.join(refused)}"
-    found = []
+    differing = []
     for name in dict.fromkeys(itertools.chain.from_iterable(said)):
         by_value: dict[str, list[int]] = {}
         for other, fields in enumerate(said):
             by_value.setdefault(fields.get(name, "absent"), []).append(other)
         usual_first = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
         told = [f"{value} on {ranks_text(who)}" for value, who in usual_first]
-        found += [f"{name} is {' and '.join(told)}"] if len(told) > 1 else []
-    return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
+        differing += [f"{name} is {' and '.join(told)}"] if len(told) > 1 else []
+    return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(differing)}"
 
 
 def _cut(text: str) -> str:

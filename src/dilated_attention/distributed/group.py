@@ -118,15 +118,15 @@ class GroupTransport:
         """A small tensor of every rank, by rank; not counted in the statistics."""
         self._check_usable()
         message = mine.to(HOST if self.agrees_on_host else self.device)
-        found = [torch.empty_like(message) for _ in range(self.size)]
+        messages = [torch.empty_like(message) for _ in range(self.size)]
         if self.agrees_on_host:  # one by one, so that a missing rank can be named
-            found[self.rank] = message
-            others = {peer: found[peer] for peer in self.others}
+            messages[self.rank] = message
+            others = {peer: messages[peer] for peer in self.others}
             works = self._batch(dict.fromkeys(others, message), others, name, kind="to all")
         else:
-            works = [(None, dist.all_gather(found, message, group=self.group, async_op=True))]
+            works = [(None, dist.all_gather(messages, message, group=self.group, async_op=True))]
         self._wait(name, works, {}, {})
-        return [x.to(mine.device) for x in found]
+        return [x.to(mine.device) for x in messages]
 
     def _wait(self, name: str, works: Works, sent: dict[int, Tensor], arriving: dict[int, Tensor]) -> dict[int, Tensor]:
         """Wait until all messages of a step have come and gone; the received ones by rank. ``sent`` are kept until they
@@ -175,13 +175,13 @@ class GroupTransport:
 
     def gone(self) -> list[int]:
         """The ranks whose connections are closed: gloo refuses at once to send them anything."""
-        found = []
+        closed = []
         for peer in self.others if self.agrees_on_host else ():
             try:
                 dist.isend(torch.empty(1, dtype=torch.uint8), group=self.group, group_dst=peer, tag=_NEVER_SENT)
             except RuntimeError:
-                found.append(peer)
-        return found
+                closed.append(peer)
+        return closed
 
     def _check_usable(self) -> None:
         """Raise if an earlier step over the group failed: messages may still be on their way in it."""

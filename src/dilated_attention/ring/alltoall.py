@@ -46,13 +46,13 @@ def can_deal(pattern: Pattern) -> bool:
 @functools.lru_cache(maxsize=256)
 def bundles_of(call: Call, shards: Shards, rank: int) -> tuple[Bundle, ...]:
     """Those that a rank is a member of, in an order that all members share."""
-    (first, stop), found = shards.of_rank(rank), []
+    (first, stop), bundles = shards.of_rank(rank), []
     for index, branch in enumerate(call.branches):
         assert isinstance(branch, Dilated)
         tokens = (first, stop - 1) if first < stop else ()  # segments of other tokens lie inside of the shard
         for segment in sorted({segment_at(shards, token, branch.length) for token in tokens}):
-            found += [bundle for bundle in bundles_at(call, shards, index, *segment) if rank in bundle.members]
-    return tuple(found)
+            bundles += [bundle for bundle in bundles_at(call, shards, index, *segment) if rank in bundle.members]
+    return tuple(bundles)
 
 
 def segment_at(shards: Shards, token: int, length: int) -> tuple[int, int]:
@@ -118,7 +118,7 @@ class AllToAll(ParallelCall):
         )
         self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
         there = by_rank((target, members[self.rank]) for _, members, target in self.bundles if target != self.rank)
-        here = by_rank(one for bundle in self.mine for one in bundle.members.items() if one[0] != self.rank)
+        here = by_rank(member for bundle in self.mine for member in bundle.members.items() if member[0] != self.rank)
         self.steps = (Step(there, here, {}),)
 
     def forward(self, work: Work) -> Pair:
@@ -170,16 +170,16 @@ class AllToAll(ParallelCall):
 
     def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """out and lse of a whole segment, (B, L, heads, ...), or with ``results`` its gradients."""
-        whole, found = bundle.block.queries, list[Tensor]()
+        whole, outputs = bundle.block.queries, list[Tensor]()
         for block, parts in work.each([bundle.block], sources, results, (whole, whole)):
             groups = [part.shape[2] // block.heads for part in parts]
-            found = found or [
+            outputs = outputs or [
                 part.new_empty(*sources.q.shape[:2], whole.heads * group, *part.shape[3:])
                 for part, group in zip(parts, groups, strict=True)
             ]
-            for x, part, group in zip(found, parts, groups, strict=True):
+            for x, part, group in zip(outputs, parts, groups, strict=True):
                 block.queries.within(whole).of(x, group).copy_(part)
-        return found
+        return outputs
 
     def back(
         self, direction: str, fields: Fields, results: Sequence[Sequence[Tensor]]

@@ -34,12 +34,12 @@ def steps_of(call: Call, shards: Shards, is_ring: bool, rank: int) -> tuple[Step
     def rows_in(needed: dict[int, tuple[Away, ...]]) -> dict[int, tuple[View, ...]]:
         return {peer: tuple(part.rows for part in parts) for peer, parts in needed.items() if parts}
 
-    size, found = shards.ranks, []
+    size, steps = shards.ranks, []
     for places in [(place,) for place in range(1, size)] if is_ring else [range(1, size)]:
         readers = {(rank + place) % size: needs((rank + place) % size, rank) for place in places}
         owners = {(rank - place) % size: needs(rank, (rank - place) % size) for place in places}
-        found.append(Step(rows_in(readers), rows_in(owners), owners))
-    return tuple(found)
+        steps.append(Step(rows_in(readers), rows_in(owners), owners))
+    return tuple(steps)
 
 
 Totals = dict[View, Tensor]  # sums in float32 of a tensor's rows

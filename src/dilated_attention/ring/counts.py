@@ -43,18 +43,18 @@ def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
     place = torch.arange(shards.ranks, device="cpu")
     rank = place.unsqueeze(1)
     came, gone = rows.gather(1, (rank - place) % len(place)), rows.T.gather(1, (rank + place) % len(place))
-    found = {}
+    tallies = {}
     for name, at_once in (("ring", 2), ("allgather", 1)):  # in a ring a step is in use, and the next on its way
         if name == "allgather":
             came, gone = came.sum(1, keepdim=True), gone.sum(1, keepdim=True)
         most = came.amax(1)
         held = at_once * (most * blocks + gone.amax(1) * sums), totals + at_once * most * sums
-        found[name] = _tally(gone, came, [(blocks, 0), (blocks, sums)], *held, pairs)
+        tallies[name] = _tally(gone, came, [(blocks, 0), (blocks, sums)], *held, pairs)
     if can_deal(call.pattern):
         ways = [(inputs, results), (inputs_again, gradients)]
         held = torch.stack([taken * max(inputs, inputs_again), dealt * max(results, gradients)]).amax(0), 0 * taken
-        found["alltoall"] = _tally(dealt.unsqueeze(1), taken.unsqueeze(1), ways, *held, pairs + more)
-    return found
+        tallies["alltoall"] = _tally(dealt.unsqueeze(1), taken.unsqueeze(1), ways, *held, pairs + more)
+    return tallies
 
 
 def _tally(gone: Tensor, came: Tensor, ways: list[Pair], *others: Tensor) -> Tally:
@@ -133,12 +133,12 @@ def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, list[Int
     seeing, lanes = 0, list[Ints]()
     for head, times in kinds_of_heads(call, index) if queries else ():
         rects = [
-            one
+            single
             for rect, _ in call.parts(index, head, queries, n)
             for elsewhere in ((0, queries.start), (queries.stop, n))
             for part in rect.with_keys(*elsewhere)
-            for one in part.singles()
-            if not one.is_empty
+            for single in part.singles()
+            if not single.is_empty
         ]
         seeing += times * sum(map(len, {rect.queries for rect in rects}))
         by_step = grouped((rect.keys for rect in rects), lambda keys: (keys.step, keys.start % keys.step))

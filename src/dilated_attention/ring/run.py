@@ -77,9 +77,9 @@ class Ranks:
     def for_call(self) -> Ranks | None:
         """Itself, where a call has to know of it."""
         group = self.group
-        found = None if group is None else group.size()
-        if self.ring_size not in (None, 1, found):
-            there = "no process group is initialised" if found is None else f"the process group has {found} ranks"
+        size = None if group is None else group.size()
+        if self.ring_size not in (None, 1, size):
+            there = "no process group is initialised" if size is None else f"the process group has {size} ranks"
             raise ValueError(
                 f"ring_size is {self.ring_size} and {there}: start as many ranks with torchrun, pass a group of that "
                 "size, or leave ring_size out"

@@ -57,8 +57,8 @@ class KVCache:
         self.kept = [[branch.kept(head) for head in branch.members] for branch in branches if branch.members]
         every = list(itertools.chain(*self.kept))
         # longer sequences keep no more rows than those of so many tokens; all segments begin together every so many
-        self.full = max(min(one.period, one.offset + one.most * one.step) for one in every)
-        self.period = math.lcm(*(one.period for one in every)) if all(one.anew for one in every) else FOREVER
+        self.full = max(min(rule.period, rule.offset + rule.most * rule.step) for rule in every)
+        self.period = math.lcm(*(rule.period for rule in every)) if all(rule.anew for rule in every) else FOREVER
         if tokens is None and self.full == FOREVER:
             raise ValueError(f"a cache of {pattern} grows with the sequence: say for how many tokens")
         with any_mode():
@@ -67,7 +67,7 @@ class KVCache:
 
     def rows_for(self, tokens: int) -> int:
         """How many rows all heads have of sequences so long."""
-        return sum(len(some) * max(one.rows(tokens) for one in some) for some in self.kept)
+        return sum(len(some) * max(rule.rows(tokens) for rule in some) for some in self.kept)
 
     @functools.cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -146,17 +146,17 @@ class KVCache:
         """One token per sample, on the device: the host waits for nothing."""
         samples, _, heads, dim = q.shape
         query, new = q.reshape(samples, self.kv_heads, -1, dim), torch.stack((k, v)).to(self.like.dtype)[:, :, 0]
-        found = []
+        pairs = []
         for table, rows, (place, absent, hidden) in zip(self.tables, self.rows, slots, strict=True):
             every, some = rows.flatten(1, 3), new[:, :, table.pick, None]
             some = some.expand(-1, -1, -1, len(table.sizes), -1).flatten(1, 3)
             every.index_copy_(1, place, some if absent is None else torch.where(absent, every[:, place], some))
-            found.append(_seen(query[:, table.pick].flatten(0, 1), rows.flatten(1, 2), hidden, scale, backend))
-        out, lse = found[0]
+            pairs.append(_seen(query[:, table.pick].flatten(0, 1), rows.flatten(1, 2), hidden, scale, backend))
+        out, lse = pairs[0]
         if len(self.tables[0].heads) < self.kv_heads:
             out = torch.zeros_like(query)
             lse = out.new_full(out.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
-            for table, pair in zip(self.tables, found, strict=True):
+            for table, pair in zip(self.tables, pairs, strict=True):
                 out[:, table.pick], lse[:, table.pick] = (x.view(samples, -1, *x.shape[1:]) for x in pair)
         return out.view(q.shape), lse.view(samples, 1, heads)
 

@@ -39,10 +39,10 @@ class Table:
         with torch.inference_mode(False):
             self.head = torch.tensor(heads, device=device)
             self.kept: Any = CacheRule(*torch.tensor(kept, device=device).permute(2, 0, 1))  # (h, b) each
-            self.count = torch.tensor([[one.rows(tokens) for one in some] for some in kept], device=device)
+            self.count = torch.tensor([[rule.rows(tokens) for rule in some] for some in kept], device=device)
             sizes = self.count.amax(0).clamp(min=1)
             self.begin, self.sizes = sizes.cumsum(0) - sizes, sizes.tolist()
-            self.takes_all = all((one.offset, one.step, one.most) == (0, 1, FOREVER) for some in kept for one in some)
+            self.takes_all = all(rule[:2] == (0, 1) and rule.most == FOREVER for some in kept for rule in some)
             self.number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)  # (S,) the branch of a slot
         neighbours = heads[-1] - heads[0] == len(heads) - 1
         self.pick = slice(heads[0], heads[-1] + 1) if neighbours else self.head  # of all heads
@@ -70,7 +70,7 @@ class Table:
         since = torch.where(kept.anew > 0, at % kept.period, at).masked_fill(absent & (kept.among > 0), -1)
         distance = self.distance(place, self._spread)
         hidden = distance > since[:, :, self.number]
-        if self.once or any(one.asks for one in self.listed[0]):
+        if self.once or any(rule.asks for rule in self.listed[0]):
             self._ask(at, (at - distance).clamp(min=0), hidden)
         if count is not None:
             hidden |= (count == 0)[:, None, None]
@@ -102,7 +102,7 @@ class Table:
         places = [self.heads.index(view.numbers[i]) for i in mine]
         kept = [self.listed[place][number] for place in places]
         (_, step, period, *_), begin, (heads, *others) = kept[0], sum(self.sizes[:number]), in_order(places)
-        starts = {(view.token + i * view.token_step - one.offset) % period for i, one in zip(mine, kept, strict=True)}
+        starts = {(view.token + i * view.token_step - rule.offset) % period for i, rule in zip(mine, kept, strict=True)}
         (start, *more), rows = starts, view.row_step * view.rows
         if view.segments == 1 and not others and not more and start + rows - view.row_step < period:
             first = begin + start // step
