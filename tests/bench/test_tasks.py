@@ -292,12 +292,11 @@ def test_tables_and_pictures(tmp_path: Path) -> None:
         ]  # fmt: skip
     assert next(line for line in lines if line.startswith("| xz")).split()[-2] == "2.500"
     assert len([*tmp_path.glob("tasks-*.svg")]) == 4
-    cells = tasks_shown.recall(tasks_shown.grouped(registered()))["data"]["values"]
-    assert {(one["name"], round(one["right"], 6)) for one in cells} == {
-        ("full-layers", 0.8),
-        ("dense", 0.7),
-        ("window", 0.3),
-    }
+    maps = tasks_shown.recall(tasks_shown.grouped(registered()))["vconcat"]
+    assert [one["title"] for one in maps] == [*recall.KINDS]
+    for cells in (one["data"]["values"] for one in maps):
+        shown = {(one["trained with"], round(one["right"], 6)) for one in cells}
+        assert shown == {("full-layers", 0.8), ("dense", 0.7), ("window", 0.3)}
     frontier = tasks_shown.cost(tasks_shown.grouped(registered()))["hconcat"][0]["layer"][0]["data"]["values"]
     assert [(one["name"], one["at"]) for one in frontier] == [
         ("full-layers", "trained at 32k"),
