@@ -94,7 +94,7 @@ def test_rectangles_show_what_the_definition_says(kind: str) -> None:
         assert torch.equal(shown(rects, n), sees.int()), (branch, n, head, is_causal, queries)
         assert torch.equal(shown((even for x in rects for even in x.even()), n), sees.int())
         assert torch.equal(shown((x.turned() for x in rects), n).T, sees.int())
-        rests = [other.without(rect, head, n) for rect in rects if not rect.is_empty]
+        rests = [other.without(rect, head) for rect in rects if not rect.is_empty]
         if None not in rests:
             rest = shown((part for parts in rests for part in parts or ()), n)
             assert torch.equal(rest, (sees & ~others).int()), (branch, other, n, head, is_causal, queries)

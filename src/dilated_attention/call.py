@@ -18,7 +18,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_effici
 from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.branches import Branch
-from dilated_attention.branches.overlap import Part
+from dilated_attention.branches.overlap import Remainder
 from dilated_attention.checks import Ints
 from dilated_attention.pattern import DilatedPattern, Pattern
 
@@ -135,7 +135,7 @@ class Call(NamedTuple):
         """`Pattern.looks` of a head, as counted here."""
         return self.pattern.looks(self.first_head + head, self.model_heads)
 
-    def parts(self, index: int, head: int, queries: range, n: int) -> Iterator[Part]:
+    def parts(self, index: int, head: int, queries: range, n: int) -> Iterator[Remainder]:
         """`Pattern.parts` of a branch and a head, as counted here."""
         given = self.model_heads, self.is_causal, self.drops
         return self.pattern.parts(index, self.first_head + head, queries, n, *given)

@@ -16,7 +16,7 @@ import torch
 
 from dilated_attention.branches import Branch, Dilated
 from dilated_attention.branches.base import grouped
-from dilated_attention.branches.overlap import Part, count_left, cut
+from dilated_attention.branches.overlap import Remainder, count_left, cut
 from dilated_attention.checks import MAX_NUMBER, Ints, check_int
 
 Counts = Literal["once", "sum"]
@@ -68,13 +68,13 @@ class Shown:
 
     def parts(
         self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool, drops: bool = False
-    ) -> Iterator[Part]:
+    ) -> Iterator[Remainder]:
         """The pairs of a branch that count, of a key/value head and some queries of a sequence. What earlier branches
         show is cut away where that leaves rectangles; else they come with the rectangle, to be left out. Internal."""
         branches, order = self.branches_for(kv_heads), self.order(drops) if self.counts == "once" else [branch]
         earlier = [branches[index] for index in order[: order.index(branch)] if head in branches[index].members]
         for rect in branches[branch].rects(head, queries, n, is_causal):
-            yield from cut(rect, earlier, head, n)
+            yield from cut(rect, earlier, head)
 
     def keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,

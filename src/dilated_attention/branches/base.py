@@ -261,7 +261,7 @@ class Branch:
         """What later queries of a causal sequence can see; by default all tokens."""
         return CacheRule(asks=True)
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         """The pairs of a rectangle that this branch does not show, some of them empty; None if only `sees` can tell
         them."""
         return None

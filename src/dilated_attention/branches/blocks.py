@@ -132,7 +132,7 @@ class Dense(Branch):
     def kept(self, head: int) -> CacheRule:
         return CacheRule()
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         return []
 
 

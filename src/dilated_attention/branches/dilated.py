@@ -68,7 +68,7 @@ class Dilated(Branch):
     def kept(self, head: int) -> CacheRule:
         return CacheRule(self.offset_of(head), self.rate, self.length, anew=True, among=True, ahead=self.length)
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         width = self.length
         if rect.period % width:
             return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from dilated_attention.branches.base import Branch, Rect, inside
 
-Part = tuple[Rect, tuple[Branch, ...]]  # pairs of a branch, less those that the others show
+Remainder = tuple[Rect, tuple[Branch, ...]]  # pairs of a branch, less those that the others show
 
 MOST_STEPS = 2**17  # of a count: about ten seconds
 TOO_MANY = (
@@ -17,12 +17,12 @@ TOO_MANY = (
 )
 
 
-def cut(rect: Rect, others: Sequence[Branch], head: int, n: int) -> Iterator[Part]:
+def cut(rect: Rect, others: Sequence[Branch], head: int) -> Iterator[Remainder]:
     """The pairs that others do not show. Those who leave rectangles are cut away, and the rest come with them."""
     parts, but = [rect], []
     # the last first: of nested segments the largest, for smaller ones show nothing of what it leaves
     for other in () if rect.is_empty else reversed(others):
-        rests = [other.without(part, head, n) for part in parts]
+        rests = [other.without(part, head) for part in parts]
         if None in rests:
             but.append(other)
         else:
@@ -36,7 +36,7 @@ def count_left(rect: Rect, others: Sequence[Branch], head: int, n: int, steps: I
     if next(steps) >= MOST_STEPS:
         raise ValueError(TOO_MANY)
     total = 0
-    for part, but in cut(rect, others, head, n):
+    for part, but in cut(rect, others, head):
         total += part.pairs()
         for index, other in enumerate(but):
             for shown in other.near(part, head, n):

@@ -51,7 +51,7 @@ class Prefix(Branch):
     def kept(self, head: int) -> CacheRule:
         return CacheRule(most=self.count, ahead=self.count)
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         return rect.with_keys(self.count, FOREVER)
 
 
@@ -98,7 +98,7 @@ class Global(Branch):
             for mine, gap in itertools.product(singles, gaps):
                 yield Rect(mine, gap).between(high=0 if is_causal else FOREVER)
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         if isinstance(self.tokens, int):
             some = (part.turned() for part in rect.with_keys(self.tokens, FOREVER))
             return [part.turned() for left in some for part in left.with_keys(self.tokens, FOREVER)]

@@ -53,7 +53,7 @@ class Strided(Branch):
             keys = range(segment.start + self.offset, segment.stop, self.rate)
             yield Rect(some, keys, -FOREVER, 0 if is_causal else FOREVER, *times).between()
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         steps = rect.period, rect.keys.step if len(rect.keys) > 1 else 0
         if self.length is not None or any(step % self.rate for step in steps):
             return None

@@ -69,7 +69,7 @@ class Window(Branch):
     def kept(self, head: int) -> CacheRule:
         return CacheRule(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
 
-    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+    def without(self, rect: Rect, head: int) -> list[Rect] | None:
         low, high = self.limits
         if rect.between(low, high).is_empty:
             return [rect]
