@@ -179,11 +179,13 @@ def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Encoded, fea
     feature_files.trident(features / "far.h5", tiles, coords * 1000)
     feature_files.trident(features / "large.h5", tiles * 1e37, coords)
     (features / "text\x1b[2J.h5").write_text("no HDF5")
+    (features / "gone.h5").symlink_to("nowhere")
     code, out, err = encoded()
     assert code == 1
     assert "slides encoded: 3 (78 tiles" in out
-    assert "3 skipped" in out
-    for why in ("/far.h5: .*beyond the grid", "/large.h5: its embedding is not finite", "/text.*read as HDF5"):
+    assert "4 skipped" in out
+    whys = ("/far.h5: .*beyond the grid", "/large.h5: its embedding is not finite", "/text.*read as HDF5")
+    for why in (*whys, "/gone.h5: there is no such file"):
         assert re.search(f"^skipped: .*{why}", err, re.MULTILINE)
     assert "\x1b" not in err
     assert sorted(rows(tmp_path)) == sorted(LENGTHS)

@@ -93,9 +93,9 @@ def _files(given: Sequence[Path]) -> list[Path]:
     """The files, and those in the folders. Each must have a name of its own, which its result gets."""
     found: dict[str, Path] = {}
     for path in given:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder {path}")
         for file in sorted(path.glob("*.h5")) if path.is_dir() else [path]:
-            if not file.exists():
-                raise ValueError(f"there is no file or folder {file}")
             if file.suffix.lower() not in (".h5", ".hdf5"):
                 raise ValueError(f"only .h5 files are read, got {file}")
             if found.setdefault(file.stem, file) != file:

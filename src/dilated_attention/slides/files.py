@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from dilated_attention.show import charts
 
 FEATURES, COORDS = ("features", "feats"), "coords"
 TILE_SIZE = 256  # of files that do not say: GigaPath's
+MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 if hasattr(os, "sysconf") else math.inf
 # Public tile encoders by the number of their features. Several share a number, so a width alone only suggests one.
 ENCODERS = {
     384: "GigaPath-Flash's tile encoder or another ViT-S",
@@ -80,6 +82,8 @@ def look(path: Path, tile_size: float | None = None) -> Slide:
             raise BadFile(f"coords are {coords.dtype}: pixels must be integers, float32 or float64")
         if not tiles:
             raise BadFile("it has no tiles")
+        if (size := features.nbytes + coords.nbytes) > MOST_BYTES:  # the system would end the whole run
+            raise BadFile(f"its features take {size / 2**30:.3g} GiB, which does not fit in memory twice")
         said = _plain({**file.attrs, **features.attrs, **coords.attrs})
         return Slide(path, tiles, channels, *_scale(said, tile_size), said, stamp(path))
 
@@ -105,7 +109,7 @@ def read(slide: Slide) -> tuple[Tensor, Tensor]:
 def check_width(slide: Slide, channels: int) -> None:
     """Raise if the features are those of another encoder than the weights take."""
     if slide.channels != channels:
-        stated = slide.attributes.get("extractor", slide.attributes.get("encoder"))
+        stated = str(slide.attributes.get("extractor", slide.attributes.get("encoder", "")))  # it may be an array
         theirs, ours = (f"looks like {ENCODERS.get(n, 'an unknown encoder')}" for n in (slide.channels, channels))
         said = f"the file says {stated}" if stated else theirs
         raise BadFile(f"its tiles have {slide.channels} features ({said}); the weights take {channels} ({ours})")
