@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dilated_attention import Blocks, DilatedPattern, Global, Pattern, Strided, Window
 from dilated_attention.show import terminal
-from dilated_attention.show.view import View
+from dilated_attention.show.view import Plot
 
 LINE = ("show", "-n", "8k", "-w", "2k,4k", "-r", "1,2")
 PATTERN = DilatedPattern.longnet([2048, 4096], [1, 2])
@@ -35,7 +35,7 @@ def test_on_the_terminal(run: Any) -> None:
 def test_any_pattern(run: Any, text: str, pattern: Pattern) -> None:
     code, out, err = run("show", "-n", 32, "--pattern", text, "--heads", 2)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{pattern.counts}: {View(pattern, 32, 2).branch_names[0]}")
+    assert out.startswith(f"{pattern.counts}: {Plot(pattern, 32, 2).branch_names[0]}")
     assert run("show", "-n", 32, "--pattern", repr(pattern), "--heads", 2).out == out
 
 
@@ -46,20 +46,20 @@ def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("dilated_attention.cli.output.console", console)
     out = run(*LINE).out
     assert "\x1b[38;5;117m██" in out
-    assert f"A cell is {View(PATTERN, 8192, 8, cells=terminal.cells_in(console(), 8192)).cell_size} " in out
+    assert f"A cell is {Plot(PATTERN, 8192, 8, cells=terminal.cells_in(console(), 8192)).cell_size} " in out
 
 
 def test_every_option_reaches_the_picture(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.svg"
     assert run(*LINE, "-o", file).out == f"written: {file}\n"
     assert file.stat().st_size > 1000
-    saved: list[tuple[View, Path]] = []
+    saved: list[tuple[Plot, Path]] = []
     monkeypatch.setattr("dilated_attention.show.vega.save", lambda view, file: saved.append((view, file)))
     what = ("--rule", "torchscale", "--heads", 4, "--kv-heads", 2, "--head", 1, "--query", "1k", "--window", "1k:2k")
     ran = run(*LINE, *what, "--causal", "--colour", "branch", "--ranks", 4, "-o", file)
     assert (ran.code, ran.out) == (0, f"written: {file}\n")
     pattern = DilatedPattern.torchscale([2048, 4096], [1, 2])
-    expected = View(
+    expected = Plot(
         pattern, 8192, 4, kv_heads=2, is_causal=True, head=1, query=1024, window=(1024, 2048), ranks=4, colour="branch"
     )
     assert saved == [(expected, file)]

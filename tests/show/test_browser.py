@@ -9,7 +9,7 @@ import pytest
 
 from dilated_attention import DilatedPattern
 from dilated_attention.show.vega import save
-from dilated_attention.show.view import View
+from dilated_attention.show.view import Plot
 from tests.browsing import (
     IN_A_BROWSER,
     keeps_to_itself,
@@ -46,7 +46,7 @@ def pixel(browser: Any, key: float, query: float) -> list[int]:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     file = tmp_path / "page.html"
-    view = View(DilatedPattern.longnet([4, 16], [1, 4]), 16, 4, ranks=2)
+    view = Plot(DilatedPattern.longnet([4, 16], [1, 4]), 16, 4, ranks=2)
     save(view, file)
     open_page(browser, file, width, 900, scheme, mobile=width < 500)
 

@@ -17,12 +17,12 @@ from dilated_attention import DilatedPattern, Pattern
 from dilated_attention.branches import KINDS
 from dilated_attention.pattern import RULES
 from dilated_attention.show.counts import edges
-from dilated_attention.show.view import View
+from dilated_attention.show.view import Plot
 from tests.test_branches import drawn
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> Plot:
     """Every rule and kind; lengths and rates that divide nothing, or are longer than the sequence."""
     tokens, kv_heads, group = draw(st.integers(1, 40)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
     count = draw(st.integers(1, min(3, kv_heads)))
@@ -38,10 +38,10 @@ def views(draw: st.DrawFn) -> View:
     start = draw(st.integers(0, tokens - 1))
     window = start, draw(st.integers(start + 1, tokens))
     more = {"kv_heads": kv_heads, "is_causal": draw(st.booleans()), "cells": draw(st.integers(1, 40))}
-    return View(pattern, tokens, kv_heads * group, window=window, **more)
+    return Plot(pattern, tokens, kv_heads * group, window=window, **more)
 
 
-def seen_in(view: View, head: int) -> Tensor:
+def seen_in(view: Plot, head: int) -> Tensor:
     """(branches, queries, keys): by the definitions alone."""
     kv_heads, token = view.kv_heads or view.heads, torch.arange(view.tokens)
     kv_head = head * kv_heads // view.heads
@@ -53,7 +53,7 @@ def seen_in(view: View, head: int) -> Tensor:
 
 
 @given(views(), st.data())
-def test_every_cell_has_the_pairs_that_the_branches_show(view: View, data: st.DataObject) -> None:
+def test_every_cell_has_the_pairs_that_the_branches_show(view: Plot, data: st.DataObject) -> None:
     assert sorted(head for picture in view.pictures for head in picture.heads) == [*range(view.heads)]
     picture = data.draw(st.sampled_from(view.pictures))
     seen = seen_in(view, data.draw(st.sampled_from(picture.heads))).double()
@@ -65,15 +65,15 @@ def test_every_cell_has_the_pairs_that_the_branches_show(view: View, data: st.Da
 
 
 @given(views())
-def test_what_a_query_sees_and_which_rows_are_covered(view: View) -> None:
+def test_what_a_query_sees_and_which_rows_are_covered(view: Plot) -> None:
     """As the facts tell it, and the pattern itself."""
     pattern, heads = view.pattern, {"num_heads": view.heads, "num_kv_heads": view.kv_heads}
     covered = pattern.coverage(view.tokens, **heads, is_causal=view.is_causal)
     query = view.tokens // 2
-    for kind in View(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal).kinds:
+    for kind in Plot(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal).kinds:
         seen = seen_in(view, kind[0])
         assert torch.equal(covered[:, kind[0]], seen.any(0).any(1))
-        asked = View(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal, kind[0], query)
+        asked = Plot(pattern, view.tokens, view.heads, view.kv_heads, view.is_causal, kind[0], query)
         *_, said = asked.facts()
         for name, keys in zip(view.branch_names, seen[:, query], strict=True):
             some = keys.nonzero().flatten().tolist()
@@ -115,7 +115,7 @@ def test_cells_of_a_window_begin_where_segments_do() -> None:
 def test_no_length_is_too_long(tokens: int) -> None:
     """Squares of these overflow 64-bit integers, and nothing may have as many entries as there are tokens."""
     pattern = DilatedPattern.longnet([2048, 2**20, tokens], [1, 512, 2**20])
-    view = View(pattern, tokens, 8)
+    view = Plot(pattern, tokens, 8)
     (picture,) = view.pictures
     assert len(view.edges) <= 130
     assert torch.all((picture.share > 0) & (picture.share <= 1))
@@ -131,7 +131,7 @@ def test_any_kind_of_any_length(tokens: int, is_causal: bool) -> None:
          da.Strided(64, length=2**20), da.Dilated(100, 3, 1), da.Dilated(tokens - 7, 2**20, 5),
          da.Blocks.bigbird(tokens // 512, num_tokens=tokens)]
     )  # fmt: skip
-    view = View(pattern, tokens, 8, is_causal=is_causal, head=5)
+    view = Plot(pattern, tokens, 8, is_causal=is_causal, head=5)
     pairs = [Pattern([x]).pairs(tokens, 1, is_causal=is_causal) for x in pattern.listed]
     (picture,) = view.pictures
     area = torch.tensor(view.edges).diff().double()
@@ -141,8 +141,8 @@ def test_any_kind_of_any_length(tokens: int, is_causal: bool) -> None:
 def test_heads_that_look_the_same_are_one_picture() -> None:
     pattern = DilatedPattern.longnet([16, 64], [1, 4])
     for view, heads in (
-        (View(pattern, 64, 8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        (View(pattern, 1024, 8), [[0, 4, 1, 5, 2, 6, 3, 7]]),
-        (View(pattern, 64, 8, head=6), [[2, 6]]),
+        (Plot(pattern, 64, 8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (Plot(pattern, 1024, 8), [[0, 4, 1, 5, 2, 6, 3, 7]]),
+        (Plot(pattern, 64, 8, head=6), [[2, 6]]),
     ):
         assert [picture.heads for picture in view.pictures] == heads

@@ -19,12 +19,12 @@ from dilated_attention.show import charts, terminal
 pytest.importorskip("altair")
 
 from dilated_attention.show.vega import choosable, hues, panels, plot, save
-from dilated_attention.show.view import View
+from dilated_attention.show.view import Plot
 from tests.page_text import data_of
 
 PATTERN = DilatedPattern.longnet([16, 64], [1, 4])
 UNION = Pattern([Global(1), Window(6, heads=[0, 1]), Dilated(1000, 8)])
-SMALL = View(PATTERN, 64, 4, query=20, ranks=2)
+SMALL = Plot(PATTERN, 64, 4, query=20, ranks=2)
 
 
 def rows_of(panel: Any) -> list[list[dict[str, Any]]]:
@@ -39,16 +39,16 @@ def rows_of(panel: Any) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "view",
     [
-        View(PATTERN, 64, 4, is_causal=True),
-        View(PATTERN, 100, 1, window=(10, 90)),
-        View(PATTERN, 70, 2),
-        View(PATTERN, 5000, 2),
-        View(UNION, 500, 4),
-        View(UNION, 5000, 4, is_causal=True),
+        Plot(PATTERN, 64, 4, is_causal=True),
+        Plot(PATTERN, 100, 1, window=(10, 90)),
+        Plot(PATTERN, 70, 2),
+        Plot(PATTERN, 5000, 2),
+        Plot(UNION, 500, 4),
+        Plot(UNION, 5000, 4, is_causal=True),
     ],
     ids=["cell by cell", "window", "merged", "overview", "union", "union in large cells"],
 )
-def test_a_chart_holds_every_cell_once(view: View) -> None:
+def test_a_chart_holds_every_cell_once(view: Plot) -> None:
     """Whatever was merged: its rectangles cover the cells with pairs, and say of each its share and branch."""
     at = {token: index for index, token in enumerate(view.edges)}
     side_by_side = [rows for panel in panels(view)["concat"] for rows in rows_of(panel)]
@@ -68,15 +68,15 @@ def test_a_chart_holds_every_cell_once(view: View) -> None:
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    def words(view: View) -> set[str]:
+    def words(view: Plot) -> set[str]:
         save(view, tmp_path / "a.svg")
         return {*re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text(encoding="utf-8"))}
 
     assert {"longnet: w=16 r=1, w=64 r=4", "head 0", "head 3", "query", "key", "16", "64"} <= words(SMALL)
     assert not {"any branch", "share of pairs"} & words(SMALL), "single pairs of one colour need no legend"
-    coloured = words(View(PATTERN, 4096, 4, colour="branch"))
+    coloured = words(Plot(PATTERN, 4096, 4, colour="branch"))
     assert {"w=16 r=1", "w=64 r=4", "share of pairs", "all", "1/4 or more", "1,024"} <= coloured
-    assert "query" in words(View(DilatedPattern.longnet([16], [8]), 16, 1, window=(1, 3))), "nothing is seen there"
+    assert "query" in words(Plot(DilatedPattern.longnet([16], [8]), 16, 1, window=(1, 3))), "nothing is seen there"
     save(SMALL, tmp_path / "b.PNG")
     assert (tmp_path / "b.PNG").read_bytes().startswith(b"\x89PNG")
     assert {file.name for file in tmp_path.iterdir()} == {"a.svg", "b.PNG"}, "nothing half-written"
@@ -126,11 +126,11 @@ def test_what_to_install_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_notebook_gets_a_chart() -> None:
     divided = DilatedPattern.head_groups([2, 4096], [1, 512])
     for made, view in (
-        (PATTERN.plot(is_causal=True), View(PATTERN, 64, 4, is_causal=True)),
-        (plot(divided), View(divided, 512, 4)),
-        (plot(PATTERN, 16, 2, colour="branch"), View(PATTERN, 16, 2, colour="branch")),
-        (UNION.plot(is_causal=True), View(UNION, 256, 4, is_causal=True)),
-        (Pattern([Window(3, heads=[5])]).plot(), View(Pattern([Window(3, heads=[5])]), 256, 6)),
+        (PATTERN.plot(is_causal=True), Plot(PATTERN, 64, 4, is_causal=True)),
+        (plot(divided), Plot(divided, 512, 4)),
+        (plot(PATTERN, 16, 2, colour="branch"), Plot(PATTERN, 16, 2, colour="branch")),
+        (UNION.plot(is_causal=True), Plot(UNION, 256, 4, is_causal=True)),
+        (Pattern([Window(3, heads=[5])]).plot(), Plot(Pattern([Window(3, heads=[5])]), 256, 6)),
     ):
         assert made.to_dict()["title"] == panels(view)["title"]
 
@@ -144,7 +144,7 @@ def test_the_pictures_of_the_documentation_are_current() -> None:
 # --- terminals ----------------------------------------------------------------------------------------------------
 
 
-def printed(view: View, encoding: str = "utf-8", **how: Any) -> str:
+def printed(view: Plot, encoding: str = "utf-8", **how: Any) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
     console = Console(file=stream, **{"width": 80, **how})
     console.print(terminal.text(view, console))
@@ -153,7 +153,7 @@ def printed(view: View, encoding: str = "utf-8", **how: Any) -> str:
 
 
 def test_a_terminal_without_colours() -> None:
-    view = View(DilatedPattern.longnet([4, 8], [1, 2]), 8, 2, query=5)
+    view = Plot(DilatedPattern.longnet([4, 8], [1, 2]), 8, 2, query=5)
     assert printed(view).startswith(
         "longnet: w=4 r=1, w=8 r=2\n8 tokens, 2 heads, not causal\n"
         "Queries go down and keys across. A coloured cell is a key that the query sees.\n\n"
@@ -177,7 +177,7 @@ head 1
 
 
 def test_a_terminal_with_colours() -> None:
-    view = View(DilatedPattern.longnet([3], [1]), 3, 1)
+    view = Plot(DilatedPattern.longnet([3], [1]), 3, 1)
     how = {"force_terminal": True, "color_system": "256"}
     assert printed(view, **how).count("\x1b[38;5;117m██") == 9
     assert printed(view, **how, no_color=True).count("██") == 9
@@ -189,7 +189,7 @@ def test_a_terminal_with_colours() -> None:
 def test_lines_fit_the_terminal(tokens: int, width: int, how: dict[str, Any]) -> None:
     console = Console(file=io.StringIO(), width=width, **how)
     pattern = DilatedPattern.longnet([16, 1024, 2**20], [1, 4, 64])
-    view = View(pattern, tokens, 4, cells=terminal.cells_in(console, tokens))
+    view = Plot(pattern, tokens, 4, cells=terminal.cells_in(console, tokens))
     text = terminal.text(view, console).plain
     pictured = re.findall(r"^[\d, ▸█▓▒░:·▀]+$", text, re.MULTILINE)
     assert 0 < max(map(len, pictured)) <= width

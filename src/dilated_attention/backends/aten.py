@@ -27,8 +27,8 @@ PACKED_ROWS, PACKED_SPAN = 384, 3 << 19
 VECTOR_BYTES = 64  # the longest vector of a CPU that torch's kernel uses
 
 
-class Dense(NamedTuple):
-    """One dense problem."""
+class Operands(NamedTuple):
+    """One dense problem, as kernels take it."""
 
     q: Tensor
     k: Tensor
@@ -42,8 +42,8 @@ class Kernel(NamedTuple):
     """One kernel: forward(problem), and backward(problem, out, lse, dout) with the merged out and lse."""
 
     name: str
-    forward: Callable[[Dense], Pair]
-    backward: Callable[[Dense, Tensor, Tensor, Tensor], Gradients]
+    forward: Callable[[Operands], Pair]
+    backward: Callable[[Operands, Tensor, Tensor, Tensor], Gradients]
     takes_bias: bool
     min_rows: int = 1
 
@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
         return self.name
 
 
-def _flash_cpu_forward(x: Dense) -> Pair:
+def _flash_cpu_forward(x: Operands) -> Pair:
     # in half precision the kernel packs what it reads itself, when it goes forward
     q, k, v, bias, causal, scale = x if x.k.itemsize == 2 else _packed(x)
     return ops._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
@@ -59,14 +59,14 @@ def _flash_cpu_forward(x: Dense) -> Pair:
     )
 
 
-def _flash_cpu_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+def _flash_cpu_backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     q, k, v, bias, causal, scale = _packed(x)
     return ops._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
         dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
-def _packed(x: Dense) -> Dense:
+def _packed(x: Operands) -> Operands:
     """The problem with keys and values packed head by head, where that pays."""
     rows, step = x.k.shape[2], x.k.stride(2)
     often = min(rows, x.q.shape[2]) >= PACKED_ROWS
@@ -75,26 +75,26 @@ def _packed(x: Dense) -> Dense:
     return x._replace(k=x.k.contiguous(), v=x.v.contiguous())
 
 
-def _flash_forward(x: Dense) -> Pair:
+def _flash_forward(x: Operands) -> Pair:
     out, lse, *_ = ops._scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, x.causal, False, scale=x.scale)
     return out, lse
 
 
-def _flash_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+def _flash_backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     rows, keys, unused = x.q.shape[2], x.k.shape[2], _unused(x.q)
     return ops._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         dout, x.q, x.k, x.v, out, lse.contiguous(), None, None, rows, keys, 0.0, x.causal, unused, unused, scale=x.scale
     )
 
 
-def _cudnn_forward(x: Dense) -> Pair:
+def _cudnn_forward(x: Operands) -> Pair:
     # lse is always asked for: without it, cuDNN 9.19 under torch 2.11 gave a wrong out for 16 problems of 64 rows
     given = x.q, x.k, x.v, None, True, 0.0, x.causal, False
     out, lse, *_ = ops._scaled_dot_product_cudnn_attention(*given, scale=x.scale)
     return out, lse.view(x.q.shape[:3])  # it comes as (b, h, L, 1)
 
 
-def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+def _cudnn_backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     if not x.causal and x.k.shape[2] % 128 == 64:
         # cuDNN 9.19 scores the rows that would fill its last tile of 128 keys with 0: of a very low lse, exp(0 - lse)
         # overflows, and dq is NaN. It masks rows that fill up a tile of 64, so each
@@ -117,7 +117,7 @@ def _by_kv_head(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """For a kernel that shares no heads: one call per key/value head, which its query heads see with stride 0."""
 
     @functools.wraps(run)
-    def each(x: Dense, *results: Tensor) -> tuple[Tensor, ...]:
+    def each(x: Operands, *results: Tensor) -> tuple[Tensor, ...]:
         count = x.k.shape[1]
         if x.q.shape[1] == count or count == 1:
             return run(x, *results)
@@ -129,14 +129,14 @@ def _by_kv_head(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
 
 
 @_by_kv_head
-def _efficient_forward(x: Dense) -> Pair:
+def _efficient_forward(x: Operands) -> Pair:
     q, k, v, bias = _spread(x)
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, x.causal, scale=x.scale)
     return out, lse[:, :, : q.shape[2]]  # it comes padded to a multiple of 32
 
 
 @_by_kv_head
-def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+def _efficient_backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     q, k, v, bias = _spread(x)
     out = _row_by_row(out)  # the kernel takes the row stride of out for granted: others give wrong gradients
     lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
@@ -159,7 +159,7 @@ def _unused(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
-def _spread(x: Dense) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _spread(x: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v and bias, of as many heads."""
     k, v = (t.expand(-1, x.q.shape[1], -1, -1) for t in (x.k, x.v))
     return x.q, k, v, None if x.bias is None else x.bias.expand(*x.q.shape[:3], x.k.shape[2])

@@ -10,7 +10,7 @@ from torch.backends import cuda as cuda_backends
 from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
-from dilated_attention.backends.aten import Dense, Kernel
+from dilated_attention.backends.aten import Kernel, Operands
 from dilated_attention.backends.problem import Gradients, Limits, Outputs, Pair, Problem
 from dilated_attention.call import Call
 
@@ -71,7 +71,7 @@ def forward(kernels: tuple[Kernel, ...], x: Problem) -> Pair:
     kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), x)
-    out, lse = kernel.forward(_dense(x))
+    out, lse = kernel.forward(_operands(x))
     if x.ignored is not None:  # kernels disagree on rows without keys (lse 0, NaN): select
         is_slanted = x.is_causal and x.ignored.shape[2] == 1
         empty = (~x.ignored).cumsum(-1).squeeze(2) == 0 if is_slanted else x.ignored.all(-1)
@@ -88,7 +88,7 @@ def backward(kernels: tuple[Kernel, ...], x: Problem, results: Outputs) -> Gradi
     kernel = _kernel_for(min(x.q.shape[1], x.k.shape[1]), kernels)
     if kernel is None:
         return eager.backward((), x, results)
-    problem, lse, dlse, dtype = _dense(x), results.lse.transpose(1, 2), results.dlse, x.q.dtype
+    problem, lse, dlse, dtype = _operands(x), results.lse.transpose(1, 2), results.dlse, x.q.dtype
     dq, dk, dv = kernel.backward(problem, results.out.transpose(1, 2), lse, results.dout.transpose(1, 2))
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
@@ -107,7 +107,7 @@ def backward(kernels: tuple[Kernel, ...], x: Problem, results: Outputs) -> Gradi
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _dense(x: Problem) -> Dense:
+def _operands(x: Problem) -> Operands:
     bias = None
     if x.ignored is not None:  # rows are 16-byte aligned, as the kernels want
         *sizes, keys = x.ignored.shape
@@ -115,7 +115,7 @@ def _dense(x: Problem) -> Dense:
         bias = bias[..., :keys].masked_fill_(x.ignored, -torch.inf)
     # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
     scale = max(x.scale, 1e-30)
-    return Dense(x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), bias, x.is_causal, scale)
+    return Operands(x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), bias, x.is_causal, scale)
 
 
 def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:

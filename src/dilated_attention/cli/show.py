@@ -31,7 +31,7 @@ OPTIONS = (
 def run(given: Namespace) -> None:
     from dilated_attention.cli.output import console
     from dilated_attention.show import terminal, vega
-    from dilated_attention.show.view import MOST_CELLS, View
+    from dilated_attention.show.view import MOST_CELLS, Plot
 
     screen = console()
     with options.refusing():
@@ -39,7 +39,7 @@ def run(given: Namespace) -> None:
             options.file("-o", given.output, vega.ENDINGS)
         elif given.borders is not None or given.colour != "share":
             raise ValueError("--ranks and --colour change what is drawn into a file: name one with -o")
-        view = View(
+        view = Plot(
             options.pattern(given), given.tokens, given.heads, kv_heads=given.kv_heads, is_causal=given.causal,
             head=given.head, query=given.query, window=given.window, ranks=given.borders, colour=given.colour,
             cells=terminal.cells_in(screen, given.tokens) if given.output is None else MOST_CELLS,

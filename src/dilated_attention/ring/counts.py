@@ -26,7 +26,6 @@ from dilated_attention.shown import moved_to
 # most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of
 # one sample and one query head of each key/value head.
 Tally = Tensor  # (9, ranks)
-Pair = tuple[int, int]
 # Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and (5, ranks): queries
 # that see such rows; own rows that others need, the most of one rank before and the most of one after; in an alltoall,
 # rows that go to others and come from them, and pairs more than those of the own queries.
@@ -57,7 +56,7 @@ def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
     return tallies
 
 
-def _tally(gone: Tensor, came: Tensor, ways: list[Pair], *others: Tensor) -> Tally:
+def _tally(gone: Tensor, came: Tensor, ways: list[tuple[int, int]], *others: Tensor) -> Tally:
     """``gone`` and ``came``: (ranks, steps) rows; ``ways``: the bytes of one, and of its results, in each pass."""
     hops, gone, came = (gone + came > 0).sum(1), gone.sum(1), came.sum(1)
     sent, received = ([x * there + y * back for there, back in ways] for x, y in ((gone, came), (came, gone)))
@@ -154,7 +153,7 @@ def _pairs(call: Call, index: int, queries: range, n: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def kinds_of_heads(call: Call, index: int) -> list[Pair]:
+def kinds_of_heads(call: Call, index: int) -> list[tuple[int, int]]:
     """One of each kind of heads that see the same in a branch, and how many there are."""
     is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
     kinds = grouped(call.placed(index), lambda placed: placed[1:] if is_alone else call.looks(placed[0]))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from dilated_attention.show.view import View, shades
+from dilated_attention.show.view import Plot, shades
 
 MOST_CELLS, MOST_PANELS = 64, 2  # more would not be seen together
 BLOCKS, BLUES = ("██", "▓▓", "▒▒", "░░", "::", "· "), (117, 74, 31, 24, 17, 236)
@@ -25,7 +25,7 @@ def cells_in(console: Console, tokens: int) -> int:
     return max(1, min(MOST_CELLS, (console.width - _margin(tokens)) // 2))
 
 
-def text(view: View, console: Console) -> Text:
+def text(view: Plot, console: Console) -> Text:
     """The whole view. Shades are shares of pairs, whatever colour the view asks for."""
     pictures = view.pictures[:MOST_PANELS]
     levels = shades(pictures)
@@ -40,7 +40,7 @@ def text(view: View, console: Console) -> Text:
     return Text(screen.plain.translate(ASCII)) if console.options.ascii_only else screen
 
 
-def _drawn(view: View, levels: Tensor) -> Text:
+def _drawn(view: Plot, levels: Tensor) -> Text:
     """A picture, with the numbers of some tokens above it and at its left."""
     margin, count = _margin(view.tokens), len(levels)
     every = max(16 if count > 16 else 4, 2 ** (margin // 2).bit_length())  # cells between two numbers

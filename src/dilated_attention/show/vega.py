@@ -16,7 +16,7 @@ import torch
 
 from dilated_attention.pattern import DilatedPattern, Pattern
 from dilated_attention.show import charts
-from dilated_attention.show.view import COLOURS, MOST_CELLS, Picture, View, shades
+from dilated_attention.show.view import COLOURS, MOST_CELLS, Picture, Plot, shades
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 ENDINGS = (".html", ".svg", ".png")
@@ -31,16 +31,16 @@ Specification = dict[str, Any]
 
 
 def plot(pattern: Pattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
-    """An Altair chart of a pattern; ``options`` are those of `View`."""
+    """An Altair chart of a pattern; ``options`` are those of `Plot`."""
     if tokens is None:
         tokens = min(max(pattern.segment_lengths) if isinstance(pattern, DilatedPattern) else 256, MOST_CELLS)
     if heads is None:
         heads = max([4, len(pattern.branches), *(head + 1 for branch in pattern.listed for head in branch.members)])
-    view = View(pattern, tokens, heads, **options)
+    view = Plot(pattern, tokens, heads, **options)
     return charts.library("altair").Chart.from_dict(panels(view))
 
 
-def save(view: View, file: Path) -> None:
+def save(view: Plot, file: Path) -> None:
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
@@ -54,7 +54,7 @@ def save(view: View, file: Path) -> None:
     charts.write(file, content)
 
 
-def panels(view: View) -> Specification:
+def panels(view: Plot) -> Specification:
     """The first pictures, two in a row."""
     pictures, cells = view.pictures[:MOST_PANELS], len(view.edges) - 1
     side = cells * max(1, (300 if len(pictures) > 1 else 440) // cells)  # whole pixels: others would make a moiré
@@ -71,7 +71,7 @@ def panels(view: View) -> Specification:
     }  # fmt: skip
 
 
-def choosable(view: View) -> Specification:
+def choosable(view: Plot) -> Specification:
     """One picture at a time: its heads and its colours can be chosen, and the wheel zooms."""
     names = [picture.name for picture in view.pictures]
     heads = {"input": "select", "name": "Heads ", "options": [*range(len(names))], "labels": names}
@@ -84,7 +84,7 @@ def choosable(view: View) -> Specification:
     return {"$schema": SCHEMA, "params": chosen, "layer": layers, "autosize": {"type": "pad", "resize": True}}
 
 
-def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[Specification]:
+def _layers(view: Plot, pictures: Sequence[Picture], *, is_fixed: bool) -> list[Specification]:
     """The cells of pictures one over the other, and lines above them. ``is_fixed``: nothing can be chosen."""
     gap = 0.04 * view.cell_size if len(view.edges) <= GRID + 1 else 0
     levels, names = shades(pictures), view.branch_names
@@ -127,7 +127,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
     return [cells, *_lines(view)]
 
 
-def _tokens(view: View, channel: str, title: str, *, is_fixed: bool) -> Specification:
+def _tokens(view: Plot, channel: str, title: str, *, is_fixed: bool) -> Specification:
     """An axis with ticks at multiples of a power of two, as segments mostly are; on a page they follow the zoom."""
     low, high = view.shown if is_fixed else (f"domain('{channel}')[0]", f"domain('{channel}')[1]")
     step = f"pow(2, max(0, floor(log({high} - {low}) / LN2) - 2))"
@@ -149,7 +149,7 @@ def hues(count: int) -> list[str]:
     return [f"hsl({(209 + 360 * i // count) % 360}, 70%, {(50, 36)[i % 2]}%)" for i in range(count)]
 
 
-def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> Iterator[tuple[float, ...]]:
+def _rows(view: Plot, pictures: Sequence[Picture], levels: dict[str, float]) -> Iterator[tuple[float, ...]]:
     """The COLUMNS of each cell with pairs in it; where cells have no gaps, equal ones beside one another are one."""
     edges, has_gaps = view.edges, len(view.edges) <= GRID + 1
     for index, picture in enumerate(pictures):
@@ -164,7 +164,7 @@ def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> 
                     yield index, top, bottom, edges[first], stop, *numbers
 
 
-def _lines(view: View) -> Iterator[Specification]:
+def _lines(view: Plot) -> Iterator[Specification]:
     """The borders of ranks, and the query that was asked for."""
     for channel in "xy" if view.borders else "":
         dashes = {"type": "rule", "color": LINE, "strokeDash": [4, 3], "clip": True}

@@ -67,7 +67,7 @@ def shades(pictures: Sequence[Picture]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class View:
+class Plot:
     """A picture that was asked for; wrong questions are a ValueError."""
 
     pattern: Pattern

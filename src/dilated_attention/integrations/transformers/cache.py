@@ -22,7 +22,7 @@ from dilated_attention.streaming.slots import Slot
 BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
 
 
-class Chunk(NamedTuple):
+class LastTokens(NamedTuple):
     """The last tokens, real ones first, and where they are in their sequences."""
 
     kv: Tensor | None  # (2, B, n, Hk, D); None: a single token, which was kept at once
@@ -37,7 +37,7 @@ class DilatedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     kept: KVCache | None
-    last: Chunk | None
+    last: LastTokens | None
     length: int  # tokens that were given, padding included
     waiting: int  # tokens of `update` that were not yet attended
     is_padded: bool  # whether some of the tokens were padding
@@ -94,7 +94,7 @@ class DilatedLayer(CacheLayerMixin):
     @any_mode()
     def placed(
         self, grid: Grid, samples: int, n: int, device: torch.device
-    ) -> tuple[Chunk, Tensor | None, list[Slot] | None]:
+    ) -> tuple[LastTokens, Tensor | None, list[Slot] | None]:
         """Where n tokens are: a chunk without rows, how many are real, if not all, and the slots of a single one."""
         assert self.kept is not None
         between = grid.placed.hidden if grid.placed and self.pattern.text == grid.own.text else None
@@ -105,7 +105,7 @@ class DilatedLayer(CacheLayerMixin):
         if grid.padding is not None:
             real = grid.padding.real
             count = real.sum(1)
-        return Chunk(None, real, at), count, self.kept.slots(at, count) if n == 1 else None
+        return LastTokens(None, real, at), count, self.kept.slots(at, count) if n == 1 else None
 
     def check_samples(self, samples: int) -> None:
         """Raise if there are others than before: one would get the rows of another."""
@@ -165,7 +165,7 @@ class DilatedLayer(CacheLayerMixin):
             self.kept.select(indices)
             if (last := self.last) is not None:
                 kv = None if last.kv is None else last.kv.index_select(1, indices)
-                self.last = Chunk(kv, last.real[indices], last.at[indices])
+                self.last = LastTokens(kv, last.real[indices], last.at[indices])
 
     reorder_cache = batch_select_indices
 
