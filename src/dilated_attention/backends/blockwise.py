@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dilated_attention import merge
 from dilated_attention.backends import triton
-from dilated_attention.backends.choose import Choice, choose
+from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs, Pair, Problem
 from dilated_attention.backends.tensors import readable, span, within, without_infinity
 from dilated_attention.blocks import Block, View
@@ -68,12 +68,11 @@ class Work:
 
     @staticmethod
     def of(
-        call: Call, inputs: Inputs, *, backward: bool = False, ends: Tensor | None = None,
+        call: Call, inputs: Inputs, choice: Choice, *, backward: bool = False, ends: Tensor | None = None,
         keys_follow: bool = False, computed_remotely: SegmentHeads = frozenset(),
     ) -> Work:  # fmt: skip
         """``ends``: of all ranks, where there are several. ``keys_follow`` and ``computed_remotely`` as in `plan`."""
         q, k, v, padding, seed, positions, _ = inputs
-        choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
         if limits.span is not None and not call.in_parts and all(span(x) < limits.span for x in (q, k, v)):
             limits = limits._replace(span=None)  # so no view of them is too long

@@ -14,22 +14,19 @@ from dilated_attention.backends.tensors import finished, no_autocast, without_si
 from dilated_attention.call import Call
 
 
-def forward(call: Call, inputs: Inputs, over: Any = None) -> Pair:
-    """(out, lse). ``over``: what computes blocks with other ranks, a `ring.parallel.ParallelCall`; None: one device."""
+def forward(call: Call, inputs: Inputs, over: Any = Work) -> Pair:
+    """(out, lse). ``over``: what computes the blocks: over ranks, a `ring.parallel.ParallelCall`."""
     choice = choose(call)
     if choice.is_whole:
         return choice.module.forward_call(call, inputs)  # type: ignore[no-any-return]
     with no_autocast(call.device):
-        if over is None:
-            out, lse = Work.of(call, inputs).forward()
-        else:
-            out, lse = over.forward(over.work(inputs))
+        out, lse = over.forward(over.of(call, inputs, choice))
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
 def backward(
     call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-    over: Any = None,
+    over: Any = Work,
 ) -> Gradients:  # fmt: skip
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
     if not call.pattern.is_exact:
@@ -42,9 +39,8 @@ def backward(
         inputs, results, bad = without_silent_rows(call, inputs, results)
         if call.device.type == "cuda":  # q laid out as out and dout are: one copy here spares cuDNN one per block
             inputs = inputs._replace(q=inputs.q.contiguous())
-        work = Work.of(call, inputs, backward=True) if over is None else over.work(inputs, backward=True)
-        results = work.results(results)
-        grads = work.backward(results) if over is None else over.backward(work, results)
+        work = over.of(call, inputs, choice, backward=True)
+        grads = over.backward(work, work.results(results))
     dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
 

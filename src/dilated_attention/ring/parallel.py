@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
+from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.blocks import View
 from dilated_attention.call import Call, accumulate_dtype, sample_ends
@@ -139,13 +140,12 @@ class ParallelCall:
     def __post_init__(self) -> None:
         self.rank = self.transport.rank
 
-    def work(self, inputs: Inputs, backward: bool = False) -> Work:
-        call = self.call
+    def of(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
         if not backward and inputs.padding is not None and call.adds_zeros and call.samples:  # zero keys ask for ends
             ends = sample_ends(inputs.padding, call.start)
             self.ends = torch.stack(self.transport.from_all("the ends of the samples", ends)).amax(0)
         work = Work.of(
-            call, inputs, backward=backward, ends=self.ends, computed_remotely=self.computed_remotely,
+            call, inputs, choice, backward=backward, ends=self.ends, computed_remotely=self.computed_remotely,
             keys_follow=any(step.receives for step in self.steps),
         )  # fmt: skip
         self.fields = Travelling.of(work.own.k.dtype, call.q_per_kv, work.own.k.shape[3], work.own.padding is not None)

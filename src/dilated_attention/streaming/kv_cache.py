@@ -186,7 +186,7 @@ class KVCache:
         call = call.of(q, k, None, 0)
         call = call._replace(start=before, key_start=before, total=before + k.shape[1], in_parts=True)
         with no_autocast(q.device):
-            work = Work.of(call, Inputs(q, k, v), keys_follow=True)
+            work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
             for part in away(call, 0, before):
                 kept = self._rows(part.rows, part.blocks[0].branch, samples)
