@@ -41,7 +41,7 @@ NO_FORWARD_MODE = (
 
 
 def attend(inputs: Inputs, call: Call) -> Pair:
-    """(out, lse), differentiable. Where a compiler looks on, the call may be without what its tensors tell."""
+    """(out, lse), differentiable. While torch.compile traces, the call has no shapes: the op reads them as it runs."""
     q, k, v = inputs[:3]
     if is_plain(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -75,7 +75,7 @@ class Direct:
 
 @dataclass(slots=True)
 class Registered:
-    """The way to the registered ops, for tensors that something looks at."""
+    """The way to the registered ops, for tensors that a compiler, a mode or a subclass sees."""
 
     packed: Sequence[Any]  # as of `Call.packed`
 
@@ -146,7 +146,7 @@ _apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
 class Refusing(Mapped):
-    """What has no derivative, where something looks at it: vmap, or someone who would differentiate it.
+    """A result without a derivative, under vmap or while gradients are recorded: its backward pass raises.
 
     It is given tensors, what computes the result from them, and the words of the error.
     """

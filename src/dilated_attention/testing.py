@@ -141,9 +141,9 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
     are twice its error, for gradients three times.
 
     Examples:
-        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
-        >>> got = testing.run(da.DilatedAttention([4, 16], [1, 4]), (q, k, v), torch.ones_like(q))
-        >>> expected = testing.oracle((q, k, v), da.DilatedPattern.head_groups([4, 16], [1, 4]), torch.ones_like(q))
+        >>> qkv, pattern = testing.make_qkv(1, 16, 4, 8), da.DilatedPattern.longnet([4, 16], [1, 4])
+        >>> got = testing.run(da.DilatedAttention(pattern=pattern), qkv, torch.ones_like(qkv[0]))
+        >>> expected = testing.oracle(qkv, pattern, torch.ones_like(qkv[0]))
         >>> testing.assert_exact(got, expected)
     """
     allowed, off = limits(expected, plain, got.out.dtype), errors(got, expected)

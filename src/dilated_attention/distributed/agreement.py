@@ -39,7 +39,7 @@ def errors_reach_all(say: Callable[[Mapping[str, object]], object]) -> Iterator[
     try:
         yield
     except Exception as error:  # whatever it is
-        # what all ranks raise, or that this one can tell nobody: its own error says more
+        # `say` raises too: that a rank refused, or is gone. This rank's own error says more
         with contextlib.suppress(ValueError, CommunicationError):
             say({REFUSED: f"{type(error).__name__}: {error}"})
         raise

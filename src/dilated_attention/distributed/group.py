@@ -161,7 +161,7 @@ class GroupTransport:
     def _close(self, why: str) -> None:
         """Gloo closes all connections when a receive times out, which the ranks at their other ends notice.
 
-        But for one in the middle of sending: gloo never ends that send. So what is on its way may arrive before.
+        A rank in the middle of a send does not notice: so messages on their way get a moment to arrive first.
         """
         self.past.failure = self.past.failure or why
         if not self.agrees_on_host:

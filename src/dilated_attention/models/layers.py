@@ -58,7 +58,7 @@ def attend_whole(
 ) -> tuple[Tensor, Tensor]:
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
     inputs, options = Inputs(q, k, v, padding), Options(pattern, is_causal, enable_gqa=True, backend=rows.backend)
-    # short ones have fewer tokens than heads: nobody is to be warned of it
+    # without a warning that there are fewer tokens than heads: short sequences have
     return functional.attend(inputs, options, Ranks.of(rows.group), rows.bounds, warns=False)
 
 

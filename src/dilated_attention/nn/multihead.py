@@ -64,7 +64,8 @@ class MultiheadDilatedAttention(Core):
         batch_first: False: tokens are (N, B, E) instead of (B, N, E).
 
     Examples:
-        >>> attention = da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4], num_kv_heads=2)
+        >>> pattern = da.DilatedPattern.longnet([64, 256], [1, 4])
+        >>> attention = da.MultiheadDilatedAttention(64, 4, pattern=pattern, num_kv_heads=2)
         >>> out, _ = attention(torch.randn(2, 256, 64), is_causal=True)
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
         >>> layer.self_attn = attention
@@ -229,7 +230,7 @@ def ignored(mask: Tensor, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
             torch._assert_async(known.all(), wanted)
         else:
-            while torch._C._functorch.is_functorch_wrapped_tensor(known):  # torch.func looks on
+            while torch._C._functorch.is_functorch_wrapped_tensor(known):  # under torch.func
                 known = torch._C._functorch.get_unwrapped(known)
             if not known.all():
                 raise ValueError(wanted)

@@ -31,7 +31,7 @@ class RingDilatedAttention(DilatedAttention):
             group: the default process group at the time of the call, or one device if there is none.
 
     Examples:
-        >>> attention = da.RingDilatedAttention([64, 256], [1, 4], group=group)
+        >>> attention = da.RingDilatedAttention(pattern=da.DilatedPattern.longnet([64, 256], [1, 4]), group=group)
         >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 256, 4, 16))
         >>> attention(query, key, value).shape == query.shape
         True
@@ -59,8 +59,8 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     may choose any exchange; "ring" is the default.
 
     Examples:
-        >>> over = da.ContextParallel(group, total_length=256)
-        >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=over)
+        >>> over, pattern = da.ContextParallel(group, total_length=256), da.DilatedPattern.longnet([64, 256], [1, 4])
+        >>> attention = da.RingMultiheadDilatedAttention(64, 4, pattern=pattern, group=over)
         >>> out, _ = attention(da.shard_sequence(torch.randn(2, 256, 64), group), is_causal=True)
         >>> loss = da.global_mean_for_ddp(out.square().mean(-1), group)
     """

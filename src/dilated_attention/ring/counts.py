@@ -115,7 +115,7 @@ def _in_sequence(call: Call, index: int, cut: Ints) -> Needs:
     starts = torch.tensor(cut, device="cpu")
     rows, numbers = starts.new_zeros(len(cut) - 1, len(cut) - 1), starts.new_zeros(5, len(cut) - 1)
     for reader, (first, stop) in enumerate(itertools.pairwise(cut)):
-        # far from the beginning it is the same as near to it
+        # queries far from the beginning need as many rows as those a few periods after it
         shift, length = moved_to(call.branches[index], call.branches, range(first, stop), cut[-1])
         numbers[0, reader], lanes = _near(call, index, range(first - shift, stop - shift), length)
         if lanes:

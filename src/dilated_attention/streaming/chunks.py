@@ -203,7 +203,7 @@ class Stream:
             waiting[-1:] = [x.clone() for x in waiting[-1:] if x.shape[1]]
 
     def deliver(self, result: Tensor) -> None:
-        """The output of the next tokens, which nobody else holds; it is given as it is where it is all of a chunk's."""
+        """The output of the next tokens, a tensor of its own; it is given as it is where it is all of a chunk's."""
         result = whole = torch.cat([*self.begun, result], 1) if self.begun else result
         while self.lengths and self.lengths[0] <= result.shape[1]:
             length = self.lengths.popleft()

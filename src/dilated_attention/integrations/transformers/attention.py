@@ -147,7 +147,7 @@ def attend(
         elif grid.queries < keys:
             start = grid.start - grid.dropped if padding is None else padding.before
             positions = torch.as_tensor(start, device=q.device).expand(len(q)).contiguous()
-        # a short prompt has fewer tokens than heads: nobody is to be warned of it
+        # without a warning that there are fewer tokens than heads: short prompts have
         inputs = Inputs(q, k, v, hidden, positions=positions)
         options = Options(pattern, grid.is_causal, scale, dropout_p, True)
         out, lse = functional.attend(inputs, options, Ranks.of(group), documents, warns=False)
