@@ -84,7 +84,8 @@ def deal(call: Call, index: int, cut: Ints) -> tuple[Tensor, dict[int, int]]:
     branch, and which rank computes the head: those that have rows of it share such heads evenly."""
     branch, targets = call.branches[index], dict[int, int]()
     assert isinstance(branch, Dilated)
-    rows = rows_before(torch.tensor(cut, device="cpu"), offsets_of(call, index), branch.rate).diff()
+    offsets = torch.tensor([offset for _, offset in call.placed(index)], dtype=torch.int64, device="cpu")
+    rows = rows_before(torch.tensor(cut, device="cpu"), offsets.unsqueeze(1), branch.rate).diff()
     holders = [tuple(row.nonzero().flatten().tolist()) for row in rows]
     for ranks, heads in grouped(range(len(rows)), holders.__getitem__).items():
         for place, head in enumerate(heads if ranks else ()):
@@ -95,11 +96,6 @@ def deal(call: Call, index: int, cut: Ints) -> tuple[Tensor, dict[int, int]]:
 
 def by_rank(pairs: Iterable[tuple[int, T]]) -> dict[int, tuple[T, ...]]:
     return {rank: tuple(x for _, x in some) for rank, some in grouped(pairs, lambda pair: pair[0]).items()}
-
-
-def offsets_of(call: Call, index: int) -> Tensor:
-    """(heads, 1) where in a segment the rows of each head that runs the branch begin."""
-    return torch.tensor([offset for _, offset in call.placed(index)], dtype=torch.int64, device="cpu").unsqueeze(1)
 
 
 def rows_before(tokens: Tensor, start: Tensor, step: Tensor | int) -> Tensor:

@@ -16,6 +16,7 @@ from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped, moved
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
+from dilated_attention.pattern import Pattern
 from dilated_attention.plan import joined_spans
 from dilated_attention.ring.alltoall import can_deal, deal, rows_before, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
@@ -63,6 +64,9 @@ def _tally(gone: Tensor, came: Tensor, ways: list[tuple[int, int]], *others: Ten
     return torch.stack([*(hops * (1 + (back > 0)) for _, back in ways), *sent, *received, *others])
 
 
+pairs_of = functools.lru_cache(maxsize=1 << 12)(Pattern.counted)
+
+
 # --- rows that queries need -----------------------------------------------------------------------------------------
 
 
@@ -87,7 +91,8 @@ def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Te
             ranks, cut = shards.cut(begin, end)
             for rank, queries in zip(ranks, itertools.starmap(range, itertools.pairwise(cut)), strict=True):
                 shift, length = moved_to(branch, call.branches, queries, cut[-1])
-                numbers[5, rank] += _pairs(call, index, moved(queries, -shift), length)
+                given = call.pattern, index, moved(queries, -shift), length, call.kv_heads, call.is_causal
+                numbers[5, rank] += pairs_of(*given)
     return rows, numbers
 
 
@@ -145,11 +150,6 @@ def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, list[Int
             spans = joined_spans((keys.start, keys[-1] + step) for keys in some)
             lanes += [(start, step, (stop - start) // step, times) for start, stop in spans]
     return seeing, lanes
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _pairs(call: Call, index: int, queries: range, n: int) -> int:
-    return call.pattern.counted(index, queries, n, call.kv_heads, call.is_causal)
 
 
 @functools.lru_cache(maxsize=256)
