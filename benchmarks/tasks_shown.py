@@ -77,7 +77,8 @@ def verdict(runs: list[Result]) -> str:
     said = f"does not hold** for `{PRIMARY}`: {'; '.join(why)}" if why else "holds**"
     return (
         f"**The registered claim {said}. Recall at {LENGTH:,} bytes, with three seeds: {told}. Bits per byte at "
-        f"{SHORT:,}: {short[PRIMARY]:.3f}, and dense {short['dense']:.3f}."
+        f"{SHORT:,}: {short[PRIMARY]:.3f}, and dense {short['dense']:.3f}. Words and columns are explained "
+        "[below](#what-is-compared)."
     )
 
 
@@ -92,7 +93,7 @@ def table(groups: Groups, baselines: dict[str, float]) -> str:
         made.setdefault((about["device"], about["versions"]["torch"]), {})[str(about["commit"])[:7]] = None
     lines = [
         *(f"{device}, torch {torch}, commit {' or '.join(commits)}.\n" for (device, torch), commits in made.items()),
-        row("", "runs", "pairs", "tokens", "TFLOP", *(f"{what} {thousands(x)}" for what, x in columns)),
+        row("", "runs", "cost", "tokens", "TFLOP", *(f"{what} {thousands(x)}" for what, x in columns)),
         f"|---|{'---:|' * (4 + len(columns))}",
     ]
     for (attention, window), runs in groups.items():
