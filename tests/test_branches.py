@@ -137,6 +137,15 @@ def test_a_new_kind_is_one_class(backend: str) -> None:
     assert (got - reference.attention(*qkv, pattern, is_causal=True)[0]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_heads_of_one_block_that_see_other_keys_have_masks_of_their_own(backend: str) -> None:
+    """Queries are the same in both heads, and the prefix cuts away what head 1 sees first."""
+    pattern = Pattern([Blocks(4, [(2, 0), (2, 1)]), Prefix(4, heads=[1])])
+    qkv, mask = testing.make_qkv(1, 12, 2, 8, dtype=torch.float64), (torch.arange(12) % 5 == 1)[None]
+    got = dilated_attention(*qkv, pattern, key_padding_mask=mask, backend=backend)
+    assert (got - reference.attention(*qkv, pattern, key_padding_mask=mask)[0]).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_branches_in_any_order_leave_nothing_to_mask(is_causal: bool) -> None:
     """Where a key counts once, pairs are cut out of the branch that they can be cut out of best."""

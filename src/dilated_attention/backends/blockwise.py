@@ -110,7 +110,7 @@ class Work:
         padding = ignored = None
         if sources.padding is not None:
             padding = keys.of(sources.padding)
-            if not block.queries.token_step:  # heads share it, and kernels that group heads want one for all
+            if not block.keys.token_step:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1]
             ignored = padding.transpose(1, 2).unsqueeze(2)
         if call.is_decode:
