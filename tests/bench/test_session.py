@@ -89,6 +89,7 @@ def test_quick_has_the_patterns_that_are_suggested() -> None:
     for step in suites.PLANS["quick"](started()):
         _, which, setting = step.args  # type: ignore[attr-defined]
         assert {"head_groups, auto", "longnet, auto", "dense SDPA"} < {one.name for one in which}
+        assert all(one.name != "attention over heads" for one in which), "its check makes an old claim"
         for rule in ("head_groups", "longnet", "torchscale"):
             assert setting.pattern(rule) == DilatedPattern.suggest(setting.tokens, setting.heads, rule=rule)
 

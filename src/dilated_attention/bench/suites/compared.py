@@ -19,7 +19,7 @@ Group = tuple[tuple[str, ...], tuple[int, ...], tuple[Segments, ...]]
 SHORT, LONG = (PATTERNS[0],), (PATTERNS[1],)
 QUICK = (
     known.DENSE, "head_groups, auto", "longnet, auto", "torchscale, auto", known.GATHER, known.SLICES, "FlexAttention",
-    known.RELEASED, known.OVER_HEADS,
+    known.RELEASED,
 )  # fmt: skip
 RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
 WAYS = ("dense cuDNN", "head_groups, auto", "longnet, auto", known.GATHER, known.SLICES)
