@@ -34,7 +34,7 @@ from dilated_attention.ring.run import Ranks
 class Sequences:
     """What the rows of x are: by default B sequences of equal length."""
 
-    bounds: CuSeqlens | None = None  # of packed sequences, (0, ..., N); on the host
+    cu_seqlens: CuSeqlens | None = None  # of packed sequences, (0, ..., N); on the host
     group: Over = None
     backend: Backend = "auto"
 
@@ -46,7 +46,7 @@ class Sequences:
 
     def apart(self, x: Tensor) -> tuple[Tensor, ...]:
         """The rows of each sequence, (N, C)."""
-        return x.unbind() if self.bounds is None else x[0].tensor_split(self.bounds[1:-1])
+        return x.unbind() if self.cu_seqlens is None else x[0].tensor_split(self.cu_seqlens[1:-1])
 
 
 def process_group(over: Over) -> dist.ProcessGroup | None:
@@ -59,7 +59,7 @@ def attend_whole(
     """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
     inputs, options = Inputs(q, k, v, padding), Options(pattern, is_causal, enable_gqa=True, backend=rows.backend)
     # without a warning that there are fewer tokens than heads: short sequences have
-    return functional.attend(inputs, options, Ranks.of(rows.group), rows.bounds, warns=False)
+    return functional.attend(inputs, options, Ranks.of(rows.group), rows.cu_seqlens, warns=False)
 
 
 def attend_each(patterns: Sequence[Pattern], *given: Any) -> tuple[Tensor, ...]:
@@ -188,7 +188,7 @@ def stacked(depth: int, drop_path_rate: float, *sizes: Any, **options: Any) -> n
 
 def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
     """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
-    sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
+    sequences = len(x) if rows.cu_seqlens is None else len(rows.cu_seqlens) - 1
     kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)
     if (group := process_group(rows.group)) is not None:  # all ranks of a sequence must draw the same
         sent = kept.to(wire_device(group, kept.device))
@@ -196,7 +196,7 @@ def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
         kept = sent.to(kept.device)
     if p < 1:
         kept = kept / (1 - p)
-    if rows.bounds is not None:
-        sizes = torch.tensor(rows.bounds, device=x.device).diff()
+    if rows.cu_seqlens is not None:
+        sizes = torch.tensor(rows.cu_seqlens, device=x.device).diff()
         kept = kept.view(1, -1, 1).repeat_interleave(sizes, dim=1, output_size=x.shape[1])
     return x * kept

@@ -137,18 +137,18 @@ class LongNetEncoder(Trunk):
 
 
 def states_of(
-    model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, documents: CuSeqlens | None,
+    model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, cu_seqlens: CuSeqlens | None,
     group: Over, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The states of whole sequences or documents, or of this rank's shards of them."""
     with functional.errors_reach_group(group, tokens):
-        ends = None if documents is None else cu_seqlens_on_host(documents)  # on the host, where every layer reads them
-        positions = _positions(tokens, positions, ends, group)
-    given = is_causal, Sequences(ends, group, model.backend), padding
+        packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)  # where every layer reads them
+        positions = _positions(tokens, positions, packed, group)
+    given = is_causal, Sequences(packed, group, model.backend), padding
     return model.states(tokens, positions, [partial(attend_each, calls, *given) for calls in model.config.calls])
 
 
-def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over) -> Tensor:
+def _positions(tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, group: Over) -> Tensor:
     """Those given, or those of whole sequences or documents."""
     samples, n = checked_tokens(tokens).shape[:2]
     if positions is not None:
@@ -158,10 +158,10 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
     ranks = process_group(group)
     if ranks is not None and ranks.size() > 1:
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
-    if documents is None:
+    if cu_seqlens is None:
         return torch.arange(n, device=tokens.device)
-    checked_cu_seqlens(documents, n)
-    return document_positions(documents, tokens.device)
+    checked_cu_seqlens(cu_seqlens, n)
+    return document_positions(cu_seqlens, tokens.device)
 
 
 def checked_tokens(tokens: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ def document_positions(cu_seqlens: CuSeqlens, device: torch.device | str | None 
         >>> models.document_positions([0, 3, 5])
         tensor([0, 1, 2, 0, 1])
     """
-    ends = cu_seqlens_on_host(cu_seqlens)
-    checked_cu_seqlens(ends, None)
+    packed = cu_seqlens_on_host(cu_seqlens)
+    checked_cu_seqlens(packed, None)
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
-    return within(ends, torch.arange(int(ends[-1]))).to(device)
+    return within(packed, torch.arange(int(packed[-1]))).to(device)
 
 
-def within(ends: Tensor, place: Tensor) -> Tensor:
+def within(cu_seqlens: Tensor, place: Tensor) -> Tensor:
     """The position in its document of each token of a packed row, for places (n,) in that row."""
-    return place - ends[torch.searchsorted(ends, place, right=True) - 1]
+    return place - cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
