@@ -114,17 +114,12 @@ def dilated_attention(
     offset, positions = (None, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
     options = Options(pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, offset, return_lse)
     inputs = Inputs(query, key, value, key_padding_mask, None, positions)
-    out, lse = attend(inputs, options, Ranks.of(group), cu_seqlens)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+    out, lse = attend(inputs, options, Ranks.of(group), cu_seqlens, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Pair:
     """The same with one more key for each head, of this score and without a value."""
-    if not isinstance(sinks, Tensor) or sinks.shape != lse.shape[2:] or not sinks.is_floating_point():
-        got = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
-        raise ValueError(f"sinks must be a float tensor of shape ({lse.shape[2]},), one per query head, got {got}")
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
@@ -158,7 +153,7 @@ def attention_mass(
 
 def attend(
     inputs: Inputs, options: Options, ranks: Ranks | None = None, cu_seqlens: CuSeqlens | None = None, *,
-    warns: bool = True,
+    sinks: Tensor | None = None, warns: bool = True,
 ) -> Pair:  # fmt: skip
     """(out, lse) of `dilated_attention`; over ``ranks`` unless it is None or a single rank. ``warns``: of what users
     mistake. Dropout follows ``inputs.seed``, or a seed that is drawn here."""
@@ -173,6 +168,11 @@ def attend(
             inputs = inputs._replace(cu_seqlens=cu_seqlens_on_host(cu_seqlens))
         call = resolve(inputs, options)
         query, key, value = inputs[:3]
+        if sinks is not None and (
+            not isinstance(sinks, Tensor) or sinks.shape != query.shape[2:3] or not sinks.is_floating_point()
+        ):
+            got = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+            raise ValueError(f"sinks must be a float tensor of shape ({call.heads},), one per query head, got {got}")
         if ranks is not None and alone:
             check_total_length(ranks.parallel.total_length, (query.shape[1],))
         if warns and alone and (call.queries < call.heads or inputs.padding is not None):
@@ -185,8 +185,10 @@ def attend(
         if call.drops and inputs.seed is None:
             inputs = inputs._replace(seed=drawn_seed(query.device))
     if ranks is None or alone:
-        return autograd.attend(inputs, call)
-    return ring.attend_over_ranks(inputs, call, ranks)
+        found = autograd.attend(inputs, call)
+    else:
+        found = ring.attend_over_ranks(inputs, call, ranks, sinks is not None)
+    return found if sinks is None else with_sinks(*found, sinks)
 
 
 def drawn_seed(device: torch.device) -> Tensor:

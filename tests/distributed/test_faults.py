@@ -298,6 +298,7 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any], Any, Any]] = [
             ("use_checkpointing", True, False), ("verify", "always", "first"),
         )
     ),
+    ("sinks", {}, {"sinks": torch.zeros(4)}, "not given", "given"),
 ]  # fmt: skip
 
 
@@ -389,6 +390,7 @@ WRONG_WIDTH = ({"query": torch.ones(2, 8, 15)}, r"ValueError: query, key and val
         (odd_call, (1,), {"query": None}, NO_TENSOR),
         (odd_call, (1,), {"return_lse": "no"}, "TypeError: return_lse must be True or False, got 'no'"),
         (odd_call, (1,), {"part": 3}, "TypeError: "),
+        (odd_call, (1,), {"sinks": torch.zeros(3)}, r"ValueError: sinks must be a float tensor of shape \(4,\)"),
         (in_a_module, (1,), {"key_padding_mask": [0]}, "TypeError: key_padding_mask must be a tensor, got list"),
         (in_a_module, (1,), {"key_padding_mask": SPARSE}, "ValueError: key_padding_mask has the layout torch.sparse"),
         (in_a_module, (0, 2), {"query": torch.ones(2, 8, 16)}, "RuntimeError: "),  # float64 is what it projects

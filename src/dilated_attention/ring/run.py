@@ -100,14 +100,15 @@ class Ranks:
         return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else where}"
 
 
-def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
-    """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
+def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks, sinks: bool = False) -> Pair:
+    """(out, lse) of this rank's shard; ``sinks``: whether the caller adds some. Never traced by torch.compile: what is
+    sent depends on what others say."""
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
-        return torch.compiler.disable(_attend)(inputs, call, ranks)  # type: ignore[no-any-return, no-untyped-call]
-    return _attend(inputs, call, ranks)
+        return torch.compiler.disable(_attend)(inputs, call, ranks, sinks)  # type: ignore[no-any-return, no-untyped-call]
+    return _attend(inputs, call, ranks, sinks)
 
 
-def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
+def _attend(inputs: Inputs, call: Call, ranks: Ranks, sinks: bool) -> Pair:
     """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
     parallel = ranks.parallel
     with errors_reach_ranks(ranks, inputs.q):
@@ -121,6 +122,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> Pair:
             )
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
         fields = _fields(call, choose(call).name, parallel, transport.verify, wants_gradients)
+        fields["sinks"] = "given" if sinks else "not given"
     lengths, seed = transport.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
     transport.past.calls += 1  # two calls that look alike still have backward passes of their own
