@@ -109,7 +109,6 @@ class Call(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of lse and of sums."""
         return accumulate_dtype(self.dtype)
 
     @property

@@ -219,7 +219,7 @@ def checked_start(inputs: Inputs, options: Options) -> int:
         if positions.device != query.device:
             raise ValueError(f"query_offset is on {positions.device} and query on {query.device}: move it")
         return ON_DEVICE
-    if offset is None or isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"query_offset must be an int or a tensor, got {offset!r}")
     if not 0 <= offset <= last:
         raise ValueError(outside("query_offset", offset, query.shape[1], key.shape[1]))
