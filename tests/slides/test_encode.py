@@ -47,16 +47,16 @@ def rows(folder: Path) -> list[list[str]]:
 
 def test_any_name(encoded: Encoded, tmp_path: Path) -> None:
     """Those that a spreadsheet would compute, that XML cannot hold (vl-convert ends the process), and not UTF-8."""
-    names = ["=1+1", "+1", "-1", "@a", "\tb", "a\x01\x1b\ufffe", "caf\udce9", "plain"]
+    names = ["=1+1", "+1", "-1", "@a", "\tb", "\n=", "＝1", "a\x01\x1b\ufffe", "caf\udce9", "plain"]
     for name in names:
         slide(tmp_path, name)
     outcome = encoded(maps=True)
-    assert (len(outcome.encoded), outcome.failed) == (8, {})
+    assert (len(outcome.encoded), outcome.failed) == (10, {})
     assert {row[0] for row in rows(tmp_path)} == {
-        "'=1+1", "'+1", "'-1", "'@a", "'\tb", "a\ufffd\ufffd\ufffd", "caf\ufffd", "plain"
+        "'=1+1", "'+1", "'-1", "'@a", "'\tb", "'\n=", "'＝1", "a\ufffd\ufffd\ufffd", "caf\ufffd", "plain"
     }  # fmt: skip
     assert all((tmp_path / "out" / f"{name}{ending}").exists() for name in names for ending in (".h5", *maps.ENDINGS))
-    assert len(encoded(maps=True).kept) == 8
+    assert len(encoded(maps=True).kept) == 10
 
 
 def test_what_is_wrong_with_one_slide(encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +125,16 @@ def test_a_result_that_is_gone_when_the_table_is_written(
     (reason,) = encoded().failed.values()
     assert "one.h5 was removed or damaged before " in reason
     assert [row[0] for row in rows(tmp_path)] == ["two"]
+
+
+def test_a_damaged_result_is_made_again(encoded: Encoded, tmp_path: Path) -> None:
+    slide(tmp_path, "one")
+    for _ in range(2):
+        assert len(encoded().encoded) == 1
+        with h5py.File(tmp_path / "out/one.h5", "r+") as file:
+            del file["features"]
+            file["features"] = [0.0]
+    assert len(encoded().encoded) == 1
+    with h5py.File(tmp_path / "out/one.h5", "r+") as file:
+        file.attrs["key"] = [1, 2]
+    assert len(encoded().encoded) == 1

@@ -32,7 +32,7 @@ from dilated_attention.slides.files import BadFile, Slide
 
 EMBEDDING = "features"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what no other slide could be written after
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet computes, if a text begins with it
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet computes, if a text begins with it
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
 
@@ -100,7 +100,8 @@ def _is_there(job: Job, slide: Slide) -> bool:
     there = [ending for ending in wanted if result.with_suffix(ending).exists()]
     if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
         raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
-    return EMBEDDING in arrays and there == wanted and bool(about["key"] == job.slide_key(slide))
+    is_whole = getattr(arrays.get(EMBEDDING), "shape", None) == (job.model.embed_dim,)
+    return is_whole and there == wanted and str(about["key"]) == job.slide_key(slide)
 
 
 @contextlib.contextmanager
