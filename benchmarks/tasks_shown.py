@@ -126,7 +126,7 @@ def cost(groups: Groups) -> Result:
     x = {"field": "pairs", "type": "quantitative", "title": "(query, key) pairs, % of dense attention's",
          "scale": {"type": "log", "nice": False, "padding": 30}}  # fmt: skip
     parts, coloured = [], {"color": colour([one["name"] for one in points], legend=None)}
-    titles = ("recall", "recall in texts of this length", 1), ("bits", "bits per byte, fewer is better", -1)
+    titles = ("recall", "recall in texts as long as in training", 1), ("bits", "bits per byte, fewer is better", -1)
     for what, title, sign in titles:
         best: list[Result] = []
         for one in sorted(points, key=lambda one: (one["at"], one["pairs"], -sign * one[what])):
@@ -150,13 +150,14 @@ def recall(groups: Groups) -> Result:
     for (attention, window), runs in groups.items():
         for one in [x for run in runs for x in [*run["held_out"].values()][-1]["recall"]] if window == longest else []:
             cells.setdefault((one["kind"], attention, one["from"]), []).append(one["right"])
+    judged = [*next(iter(groups.values()))[0]["held_out"]][-1]
+    axes = f"bytes from the fact to the answer, in texts of {thousands(judged)}", "trained with"
     rows = [
-        {"kind": kind, "trained with": attention, "bytes from the fact to the answer": at, "right": sum(x) / len(x)}
-        for (kind, attention, at), x in cells.items()
+        {"kind": kind, axes[0]: distance, axes[1]: attention, "right": sum(right) / len(right)}
+        for (kind, attention, distance), right in cells.items()
     ]
     kinds = dict.fromkeys(one["kind"] for one in rows)
-    axes = [*rows[0]][2], "trained with"
-    return {"vconcat": [heat_map([x for x in rows if x["kind"] == kind], "right", *axes, kind) for kind in kinds]}
+    return {"vconcat": [heat_map([x for x in rows if x["kind"] == one], "right", *axes, one) for one in kinds]}
 
 
 def lines(groups: Groups, points: Callable[[Result], Iterable[tuple[float, float]]], x: Result, y: Result) -> Result:
@@ -184,7 +185,7 @@ def position(groups: Groups) -> Result:
 def training(groups: Groups) -> Result:
     """At equal seconds, and at equal tokens."""
     y, axes = (
-        {"title": "recall"},
+        {"title": "recall (one run, some texts of this length)"},
         ({"title": "seconds of training"}, {"title": "tokens of training", "axis": {"format": "~s"}}),
     )
     parts = []

@@ -33,7 +33,7 @@ STYLE = """text{{font:13px sans-serif;fill:{ink}}}.p{{fill:{grid}}}
 .b0{{fill:{}}}.b1{{fill:{}}}.b2{{fill:{}}}.b3{{fill:{}}}"""
 NAMES = {
     "dense cuDNN": "dense attention (cuDNN)",
-    "copy and gather, slicing": "head_groups by copies",
+    "copy and gather, slicing": "head_groups, copy and gather",
     "longnet, auto": "this library, longnet",
     "head_groups, auto": "this library, head_groups",
 }
