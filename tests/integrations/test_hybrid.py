@@ -31,6 +31,7 @@ from transformers import (
 
 from dilated_attention import Dense, Dilated, Pattern, Window
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
+from dilated_attention.integrations.transformers.grid import grid_mask
 from dilated_attention.testing import error
 from tests import table
 from tests.integrations import hf
@@ -85,7 +86,7 @@ def config_of(name: str, **changes: Any) -> Any:
 def made(config: Any) -> Any:
     register()
     torch.manual_seed(0)
-    kind = AutoModelForMaskedLM if config.model_type == "modernbert" else AutoModelForCausalLM
+    kind = AutoModelForMaskedLM if config.model_type in ("modernbert", "distilbert") else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="dilated", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -232,6 +233,29 @@ def test_windows_of_one_token_are_no_documents() -> None:
     assert error(found, model(hf.tokens(), use_cache=False).logits) < NEAR
 
 
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {  # values have fewer channels than keys
+        "num_key_value_heads": 4, "head_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, **EXPERTS,
+    },
+    "qwen2_moe": {"num_experts": 2, "shared_expert_intermediate_size": 8, **EXPERTS},  # makes masks for windows of 0
+    "moshi": {"sliding_window": 5, "ffn_dim": 48},  # the cache drops rows, and the mask does not say so
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:MoshiAttention does not pass")
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_with_ways_of_their_own(name: str) -> None:
+    model, given, found = made(AutoConfig.for_model(name, **{**SHAPE, **OTHERS[name]})), hf.batch("left"), []
+    options: Any = {"attention_mask": given["attention_mask"], "max_new_tokens": 4, "do_sample": False}
+    for attention in ("eager", "dilated"):
+        model.set_attn_implementation(attention)
+        written = model.generate(given["input_ids"], **options, output_logits=True, return_dict_in_generate=True)
+        found.append(torch.stack(written.logits))
+    assert error(found[1], found[0]) < NEAR
+
+
 # --- patterns of some layers ------------------------------------------------------------------------------------
 
 
@@ -310,7 +334,21 @@ def test_a_model_that_runs_otherwise_is_switched_by_its_pattern() -> None:
 # --- what cannot be honoured ------------------------------------------------------------------------------------
 
 
+def test_layers_without_a_number_share_a_pattern() -> None:
+    """They got the first of a list."""
+    shape = {"vocab_size": hf.VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    model = made(set_pattern(AutoConfig.for_model("distilbert", **shape), [hf.PATTERN, Pattern([Dense()])]))
+    hf.refused(model, "DistilBertSelfAttention does not say which layer it is in: set the same pattern for all")
+    found = []
+    for pattern in (hf.PATTERN, [hf.PATTERN] * 2):
+        set_pattern(model, pattern)
+        found.append(model(hf.tokens()).logits)
+    assert error(*found) < NEAR
+
+
 def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="cuts or changes its mask by itself"):  # as DeepSeek V3.2 does
+        grid_mask(1, 4, 4, config=config_of("llama"))[:, 0]
     hf.refused(made(Gemma2Config(**SHAPE, sliding_window=5)), "cannot honour soft caps")
     hf.refused(made(config_of("gemma3", use_bidirectional_attention=True)), "cannot honour mask functions")
     hf.refused(model_of("gpt_oss"), "pass cu_seq_lens_q", **hf.packed())

@@ -502,7 +502,7 @@ MUTANTS = [
     M("sinks-are-ignored", "In models of transformers, learned sinks take no part in the softmax.",
       "integrations/transformers/attention.py", "out, _ = functional.with_sinks(out, lse, options[\"s_aux\"])", "pass"),
     M("layers-share-the-first-pattern", "All layers of a model of transformers have the pattern of the first.",
-      "integrations/transformers/config.py", 'set_patterns(module.config)[getattr(module, "layer_idx", 0)]',
+      "integrations/transformers/config.py", 'set_patterns(module.config)[index or 0]',
       "set_patterns(module.config)[0]"),
     M("windows-of-one-more", "In models of transformers, a window has one token more than the config says.",
       "integrations/transformers/config.py", "size - is_causal", "size"),

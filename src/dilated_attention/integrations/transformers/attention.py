@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.utils import output_capturing
 
 from dilated_attention import functional
@@ -66,11 +67,14 @@ def attention(
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, group)
+    width = value.shape[3]
+    if width < key.shape[3]:  # multi-head latent attention
+        value = F.pad(value, (0, key.shape[3] - width))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = attend(pattern_of(module, grid.own), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
         out, _ = functional.with_sinks(out, lse, options["s_aux"])
-    return out.contiguous(), None
+    return out[..., :width].contiguous(), None
 
 
 def read_grid(

@@ -60,7 +60,8 @@ class DilatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.waiting:
             raise RuntimeError(
-                'DilatedCache works with attn_implementation="dilated" only; after an error in a call, call reset()'
+                'DilatedCache works with attn_implementation="dilated" only, and takes no model that changes its keys '
+                "again: use DynamicCache there; after an error in a call, call reset()"
             )
         self.check_samples(len(key_states))
         self.waiting = key_states.shape[2]

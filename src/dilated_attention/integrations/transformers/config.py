@@ -76,7 +76,7 @@ def kinds_of(config: Any) -> tuple[str, ...]:
 
 def own_pattern(config: Any, size: int | None, is_causal: bool = True) -> Pattern:
     """What the model itself does in a layer; ``size``: of its window or chunk, None: it has none."""
-    if size is None:
+    if size is None or (size == 0 and "sliding_attention" not in kinds_of(config)):  # Qwen2-MoE makes masks nobody has
         return ALL
     if getattr(config, "sliding_window", None) is None:
         return getattr(Made, _made(Dilated, size))  # type: ignore[no-any-return]
@@ -125,7 +125,11 @@ def pattern_of(module: Any, own: Pattern) -> Pattern:
         return own
     kept = getattr(module, "_dilated", None)
     if kept is None or kept[0] != now:
-        kept = copy.deepcopy(now), set_patterns(module.config)[getattr(module, "layer_idx", 0)]
+        index = getattr(module, "layer_idx", None)
+        if index is None and isinstance(now, list | tuple) and any(one != now[0] for one in now):
+            name = type(module).__name__
+            raise ValueError(f"{name} does not say which layer it is in: set the same pattern for all its layers")
+        kept = copy.deepcopy(now), set_patterns(module.config)[index or 0]
         if not torch.compiler.is_compiling():
             module._dilated = kept
             module.config.attn_implementation = NAME  # as after `set_pattern`: loading has taken it away

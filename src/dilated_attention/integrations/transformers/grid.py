@@ -97,6 +97,9 @@ class Grid(BlockMask):
         padding, placed = self.padding and self.padding.to(device), self.placed and self.placed.to(device)
         return replace(self, start=start, padding=padding, placed=placed)
 
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError("dilated attention cannot run in this model: it cuts or changes its mask by itself")
+
     def contiguous(self) -> Grid:
         """Itself: generate() asks for it."""
         return self
@@ -150,7 +153,8 @@ def grid_mask(
     chunk = getattr(own.listed[0], "length", 0)
     if chunk and kv_offset and mask is None:  # keys may begin within a chunk
         mask = torch.ones(batch_size, total, dtype=torch.bool, device=device)
-    grid.placed = grid.padding if mask is None or (own is ALL and is_causal) else _placed(mask, grid, chunk, is_known)
+    sees_all = own is ALL and is_causal and not kv_offset  # Moshi's cache drops rows that its mask does not hide
+    grid.placed = grid.padding if mask is None or sees_all else _placed(mask, grid, chunk, is_known)
     return grid
 
 
