@@ -23,11 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(folder: str, ranks: int, kind: str) -> None:
-    """Writes the weights after three steps of plain gradient descent, which shows the size of gradients as well."""
+    """Writes the losses, and the weights after three steps of plain gradient descent, which shows how large gradients
+    are."""
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=4 // ranks, max_steps=3, optim="sgd", learning_rate=1e-2,
         lr_scheduler_type="constant", dataloader_num_workers=0, remove_unused_columns=False, use_cpu=True,
-        report_to=[], save_strategy="no", logging_strategy="no",
+        report_to=[], save_strategy="no", logging_steps=1,
     )  # fmt: skip
     model = made(config_of()).train()
     drawn = torch.Generator().manual_seed(0)
@@ -35,9 +36,11 @@ def main(folder: str, ranks: int, kind: str) -> None:
     rows: Any = [torch.randint(1, 40, (length,), generator=drawn) for length in lengths]
     collator: Any = {"padded": collated, "packed": flattened}[kind]
     collator = ShardingCollator(collator, world()) if ranks > 1 else collator
-    Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+    trainer.train()
+    losses = torch.tensor([step["loss"] for step in trainer.state.log_history[:-1]])  # the last is the train_loss
     if ranks == 1 or dist.get_rank() == 0:
-        torch.save(model.state_dict(), Path(folder, f"{ranks}.pt"))
+        torch.save(model.state_dict() | {"losses": losses}, Path(folder, f"{ranks}.pt"))
 
 
 def trained(folder: Path, ranks: int, kind: str) -> dict[str, torch.Tensor]:
