@@ -25,7 +25,8 @@ MAX_BRANCHES = 64
 class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
-    neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
+    # (heads, rate) -> how many heads in a row have the same offset, unless heads are divided
+    neighbours: Callable[[int, int], int] = lambda heads, rate: 1
     # heads are divided among branches, offsets of branch i begin at i mod rate; otherwise every head runs every branch
     splits_heads: bool = False
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
@@ -35,9 +36,9 @@ class HeadRule(NamedTuple):
 
 # To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
 _HEAD_RULES: dict[Rule, HeadRule] = {
-    "longnet": HeadRule(lambda heads, rate: 1, nests=True),
+    "longnet": HeadRule(nests=True),
     "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
-    "head_groups": HeadRule(lambda heads, rate: heads, splits_heads=True),
+    "head_groups": HeadRule(splits_heads=True),
 }
 
 
@@ -301,7 +302,6 @@ class DilatedPattern(Pattern):
 
     @property
     def is_exact(self) -> bool:
-        """True unless mixing_gradient is "detached": gradients flow through the weights that mix the branches, too."""
         return self.mixing_gradient == "exact"
 
     def alone(self, branch: int) -> DilatedPattern:
