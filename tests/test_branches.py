@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -112,6 +114,33 @@ def test_a_pattern_is_written_and_read(kind: str) -> None:
     assert Pattern.from_dict(ruled.to_dict()) == ruled
 
 
+def test_any_whole_number_will_do() -> None:
+    some = np.arange(2, 9)
+    pattern = Pattern([Window(*some[:3]), Strided(*some[:3]), Dilated(*some[:3]), Prefix(some[0]), Global(some[0])])
+    assert Pattern.from_dict(json.loads(json.dumps(pattern.to_dict()))) == pattern
+
+
+FAR = 2**48
+
+
+@pytest.mark.parametrize(
+    "far",
+    [Window(FAR, rate=FAR), Window(1, 40, rate=40), Blocks(4, [(0, 0), (FAR, 1), (3, FAR)]), Global(FAR)],
+    ids=repr,
+)
+@pytest.mark.parametrize("first", [Strided(3), Dilated(7, 2, 1)], ids=repr)
+def test_what_lies_beyond_the_sequence_costs_nothing(far: Branch, first: Branch) -> None:
+    """Neither memory, where pairs are masked, nor time, where they are counted."""
+    pattern, token = Pattern([first, far, Dilated(9, 2)]), torch.arange(40)
+    qkv = testing.make_qkv(1, 40, 2, 8, dtype=torch.float64)
+    got = dilated_attention(*qkv, pattern, backend="eager")
+    assert (got - reference.attention(*qkv, pattern)[0]).abs().max() < 1e-12
+    if not isinstance(far, Global):
+        near = {Window: token[:, None] == token, Blocks: (token < 4) & (token[:, None] < 4)}[type(far)]
+        assert torch.equal(far.sees(0, token[:, None], token), near)
+    assert pattern.pairs(10**6, 2) <= 10**12 * 2
+
+
 @dataclass(frozen=True, repr=False)
 class Mirror(Branch):
     """A kind that the library does not know: a query sees the token as far from the end as it is from the start."""
@@ -166,6 +195,13 @@ def test_what_is_wrong_with_a_pattern_is_said() -> None:
         (lambda: Dilated(8, 0), ValueError, "rate must be 1 or more"),
         (lambda: Prefix(2, heads=[0.5]), TypeError, "every entry of heads must be a whole number"),
         (lambda: Blocks(8, [(0, -1)]), ValueError, "pairs must be pairs of block numbers"),
+        (lambda: Blocks(8, [(0.5, 1)]), ValueError, "pairs must be pairs of block numbers"),
+        (lambda: Blocks(8, [3]), ValueError, "pairs must be pairs of block numbers"),
+        (lambda: Blocks.random(0, 1, 0, num_tokens=8), ValueError, "size must be 1 or more"),
+        (lambda: Blocks.bigbird(8, num_tokens=64, per_row=-1), ValueError, "per_row must be 0 or more"),
+        (lambda: Pattern.from_dict({"kind": "window"}), TypeError, "has a 'rule' or a list of 'branches'"),
+        (lambda: Pattern.from_dict({"branches": [{"kind": "dense"}], "count": "sum"}), TypeError, "'count'"),
+        (lambda: Pattern([Dense()]).keys(0.5, 0, num_tokens=8, num_heads=1), TypeError, "query must be a whole number"),
         (
             lambda: Pattern([Window(1, heads=[5])]).check_heads(4),
             ValueError,

@@ -107,16 +107,19 @@ class Pattern(Shown):
             >>> da.Pattern.from_dict({"branches": [{"kind": "window", "left": 7}], "counts": "once"})
             Pattern([Window(left=7)])
         """
-        if "rule" in given:  # not by `of`, which would warn again of what the caller was told
-            return DilatedPattern(**given)
-        branches = []
-        for some in given["branches"]:
-            fields = {**some}
-            kind = fields.pop("kind")
-            if kind not in KINDS:
+        rest: dict[str, Any] = {**given} if isinstance(given, Mapping) else {}
+        if "rule" in rest:  # not by `of`, which would warn again of what the caller was told
+            return DilatedPattern(**rest)
+        listed, branches = rest.pop("branches", None), list[Branch]()
+        if not isinstance(listed, list | tuple):
+            raise TypeError(f"a pattern's dict has a 'rule' or a list of 'branches', got {given!r}")
+        for some in listed:
+            fields = {**some} if isinstance(some, Mapping) else {}
+            kind = fields.pop("kind", some)
+            if kind not in [*KINDS]:
                 raise ValueError(f"unknown kind of branch {kind!r}: use one of {', '.join(KINDS)}")
             branches.append(KINDS[kind](**fields))
-        return Pattern(branches, counts=given.get("counts", "once"))
+        return Pattern(branches, **rest)
 
     @property
     def branches(self) -> tuple[Any, ...]:

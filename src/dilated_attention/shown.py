@@ -89,6 +89,8 @@ class Shown:
         self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None, is_causal: bool
     ) -> list[list[int]]:
         """The tokens that each branch shows to a query."""
+        for name, x in (("query", query), ("head", head), ("num_tokens", num_tokens), ("num_heads", num_heads)):
+            check_int(name, x, least=-MAX_NUMBER)
         group = self.check_heads(num_heads, num_kv_heads)
         if not 0 <= query < num_tokens or not 0 <= head < num_heads:
             raise ValueError(
@@ -169,8 +171,9 @@ class Shown:
         """
         group = self.check_heads(num_heads, num_kv_heads)
         kv_heads, queries = num_heads // group, range(check_int("num_tokens", num_tokens, least=0))
-        heads = [self.covered(head, queries, num_tokens, kv_heads, is_causal) for head in range(kv_heads)]
-        return torch.stack(heads, 1).repeat_interleave(group, dim=1)
+        looks = [self.looks(head, kv_heads) for head in range(kv_heads)]
+        covered = {x: self.covered(looks.index(x), queries, num_tokens, kv_heads, is_causal) for x in set(looks)}
+        return torch.stack([covered[x] for x in looks], 1).repeat_interleave(group, dim=1)
 
     def covered(self, head: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> torch.Tensor:
         """Which of the queries, a sequence's first ones, see a key in a key/value head. Internal."""

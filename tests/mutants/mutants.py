@@ -368,7 +368,7 @@ MUTANTS = [
     M("rows-lost-when-room-is-made", "Kept rows are gone after more room was made.", "streaming/kv_cache.py",
       "some[:, :, :, : kept.shape[3]] = kept", "pass"),
     M("window-one-row-short", "Of a window, one row fewer is kept than later queries see.", "branches/window.py",
-      "min(self.left * self.rate + 1, FOREVER)", "min(self.left * self.rate or 1, FOREVER)"),
+      "period=1 - self.limits[0],", "period=-self.limits[0] or 1,"),
     M("prefix-one-row-short", "Of a prefix, one row fewer is kept.", "branches/prefix.py",
       "CacheRule(most=self.count,", "CacheRule(most=self.count - 1,"),
     M("answers-before-later-tokens", "A stream does not wait for the later tokens of a window.", "branches/base.py",
@@ -559,7 +559,7 @@ MUTANTS = [
       "batch=MOST_PROBLEMS, ", ""),
     # --- patterns of any branches ------------------------------------------------------------------------------------
     M("window-one-token-wider", "A window shows one token more on its left.", "branches/window.py",
-      "return -self.left * self.rate,", "return -(self.left + 1) * self.rate,"),
+      "max(-self.left * self.rate,", "max(-(self.left + 1) * self.rate,"),
     M("window-rate-ignored-beside-others", "A dilated window takes all of its span from other branches.",
       "branches/window.py", "if rect.queries.step % self.rate or rect.keys.step % self.rate:", "if False:"),
     M("strides-count-from-the-segment", "Strided keys begin one token late.", "branches/strided.py",

@@ -224,6 +224,12 @@ class Branch:
         if self.heads is not None:
             object.__setattr__(self, "heads", rising("heads", self.heads))
 
+    def whole(self, name: str, least: int = 1) -> int:
+        """A field, as an int of ``least`` or more from here on."""
+        number = check_int(name, getattr(self, name), least=least)
+        object.__setattr__(self, name, number)
+        return number
+
     def to_dict(self) -> dict[str, Any]:
         """The kind, and the fields that are not at their defaults, for JSON."""
         given = ((x.name, getattr(self, x.name), x.default) for x in dataclasses.fields(self))

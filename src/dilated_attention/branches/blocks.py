@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import operator
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, grouped, in_order, inside, moved
-from dilated_attention.checks import check_int
+from dilated_attention.checks import MAX_NUMBER, check_int
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -39,10 +40,13 @@ class Blocks(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("size", self.size)
-        listed = sorted({(int(query), int(key)) for query, key in self.pairs})
-        if not listed or min(map(min, listed)) < 0:
-            raise ValueError(f"pairs must be pairs of block numbers, from 0 on, got {listed[:3]}")
+        self.whole("size")
+        try:
+            listed = sorted({(operator.index(query), operator.index(key)) for query, key in self.pairs})
+        except (TypeError, ValueError):
+            listed = []
+        if not listed or min(map(min, listed)) < 0 or max(map(max, listed)) > MAX_NUMBER:
+            raise ValueError(f"pairs must be pairs of block numbers, from 0 to 2**48, got {str(self.pairs)[:60]}")
         object.__setattr__(self, "pairs", tuple(listed))
 
     @classmethod
@@ -58,6 +62,10 @@ class Blocks(Branch):
         is_causal: bool = False,
     ) -> Blocks:  # fmt: skip
         """BigBird's blocks: ``window`` around each block, the ``first`` blocks for all, and ``per_row`` at random."""
+        for name, number in (("size", size), ("num_tokens", num_tokens)):
+            check_int(name, number)
+        for name, number in (("window", window), ("first", first), ("per_row", per_row)):
+            check_int(name, number, least=0)
         count, side, draw, pairs = -(-num_tokens // size), window // 2, random.Random(seed), list[tuple[int, int]]()
         for row in range(count):
             around = range(max(0, row - side), min(count, row + side + 1))
@@ -68,9 +76,8 @@ class Blocks(Branch):
         return cls(size, pairs)
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
-        listed = _listed(tuple(self.pairs), query.device)
-        last = len(listed) - 1
-        return listed[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]
+        borders, listed = _listed(tuple(self.pairs), query.device)
+        return listed[_stretches((query // self.size, key // self.size), borders)]
 
     @functools.cached_property
     def by_distance(self) -> list[tuple[int, list[int]]]:
@@ -104,7 +111,8 @@ class Blocks(Branch):
         """All up to the last block that a later one sees."""
         last = max((key for query, key in self.pairs if key <= query), default=-1)
         ahead = max(0, *(key - query + 1 for query, key in self.pairs))
-        return CacheRule(most=(last + 1) * self.size, asks=True, ahead=ahead * self.size)
+        most, ahead = (min(blocks * self.size, FOREVER) for blocks in (last + 1, ahead))
+        return CacheRule(most=most, asks=True, ahead=ahead)
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,10 +145,16 @@ class Dense(Branch):
 
 
 @functools.lru_cache(maxsize=64)
-def _listed(pairs: Pairs, device: torch.device) -> Tensor:
-    """Which blocks see which; of those beyond the listed ones, for which the last row stands, none sees another."""
+def _listed(pairs: Pairs, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Which blocks see which, by stretches of blocks: where those of queries and of keys begin, and which are listed.
+    Far blocks take no memory."""
     with torch.inference_mode(False):
-        count = max(map(max, pairs)) + 2
-        listed = torch.zeros(count, count, dtype=torch.bool)
-        listed[tuple(torch.tensor(pairs).T)] = True
-        return listed.to(device)
+        sides = torch.tensor(pairs).T.contiguous()
+        borders = tuple(torch.unique(torch.cat((side, side + 1))) for side in sides)
+        listed = torch.zeros([len(x) + 1 for x in borders], dtype=torch.bool)
+        listed[_stretches(sides, borders)] = True
+        return tuple(x.to(device) for x in borders), listed.to(device)
+
+
+def _stretches(sides: Iterable[Tensor], borders: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.bucketize(side, border, right=True) for side, border in zip(sides, borders, strict=True))

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, inside, segments
-from dilated_attention.checks import check_int
 
 MOST_PARTS = 8  # segments of a nested branch inside of another's, that are told apart as rectangles
 
@@ -39,10 +38,11 @@ class Dilated(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("length", self.length)
-        check_int("rate", self.rate)
+        self.whole("length")
+        self.whole("rate")
+        self.whole("neighbours")
         if self.offset != "head":
-            object.__setattr__(self, "offset", check_int("offset", self.offset, least=0) % self.rate)
+            object.__setattr__(self, "offset", self.whole("offset", 0) % self.rate)
 
     def offset_of(self, head: int) -> int:
         return head // self.neighbours % self.rate if self.offset == "head" else self.offset

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, in_order, inside, rising
-from dilated_attention.checks import Ints, check_int
+from dilated_attention.checks import Ints
 
 MOST_PARTS = 64  # rectangles that are left of one
 
@@ -37,7 +37,7 @@ class Prefix(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("count", self.count)
+        self.whole("count")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.count) & (query >= 0)
@@ -75,10 +75,10 @@ class Global(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.tokens, int):
-            check_int("tokens", self.tokens)
-        else:
+        if isinstance(self.tokens, Iterable):
             object.__setattr__(self, "tokens", rising("tokens", self.tokens))
+        else:
+            self.whole("tokens")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         if isinstance(self.tokens, int):
@@ -88,12 +88,15 @@ class Global(Branch):
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         """Their columns, then of their rows what lies between the columns."""
-        tokens = range(min(self.tokens, n)) if isinstance(self.tokens, int) else self.tokens
-        tokens = [token for token in tokens if token < n]
-        for keys in in_order(tokens):
+        if isinstance(self.tokens, int):
+            first = min(self.tokens, n)
+            stretches, gaps = [range(first)], [range(first, n)]
+        else:
+            tokens = [token for token in self.tokens if token < n]
+            stretches, gaps = in_order(tokens), list(between(range(n), tokens))
+        for keys in stretches:
             yield from seen_by_all(keys, queries, is_causal)
-        gaps = list(between(range(n), tokens))
-        for rows in in_order(token for token in tokens if token in queries):
+        for rows in (inside(keys, queries.start, queries.stop) for keys in stretches):
             singles = [rows] if rows.step == 1 else [range(token, token + 1) for token in rows]
             for mine, gap in itertools.product(singles, gaps):
                 yield Rect(mine, gap).between(high=0 if is_causal else FOREVER)

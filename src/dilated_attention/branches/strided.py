@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect, segments
-from dilated_attention.checks import check_int
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,16 +35,13 @@ class Strided(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("rate", self.rate)
-        object.__setattr__(self, "offset", check_int("offset", self.offset, least=0) % self.rate)
+        object.__setattr__(self, "offset", self.whole("offset", 0) % self.whole("rate"))
         if self.length is not None:
-            check_int("length", self.length)
+            self.whole("length")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if self.length is None:
-            return (key % self.rate == self.offset) & (query >= 0)
-        here = query // self.length == key // self.length
-        return (key % self.length % self.rate == self.offset) & here
+        width = self.length or FOREVER
+        return (key % width % self.rate == self.offset) & (query // width == key // width)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         width = self.length or max(1, n)

@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from dilated_attention.branches.base import FOREVER, Branch, CacheRule, Rect
-from dilated_attention.checks import check_int
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,15 +37,16 @@ class Window(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("left", self.left, least=0)
+        self.whole("left", 0)
+        self.whole("rate")
         if self.right is not None:
-            check_int("right", self.right, least=0)
-        check_int("rate", self.rate)
+            self.whole("right", 0)
 
     @property
     def limits(self) -> tuple[int, int]:
         """The least and the most key - query, in tokens."""
-        return -self.left * self.rate, (self.left if self.right is None else self.right) * self.rate
+        right = self.left if self.right is None else self.right
+        return max(-self.left * self.rate, -FOREVER), min(right * self.rate, FOREVER)
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         (low, high), distance = self.limits, key - query
@@ -54,9 +54,9 @@ class Window(Branch):
         return near if self.rate == 1 else near & (distance % self.rate == 0)  # a remainder takes long on a CPU
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
-        low, high = self.limits
-        for first in range(queries.start, min(queries.stop, queries.start + self.rate)):
-            rows, keys = range(first, queries.stop, self.rate), range(first % self.rate, n, self.rate)
+        step, (low, high) = (self.rate, self.limits) if self.rate < n else (1, (0, 0))  # no token is so far away
+        for first in range(queries.start, min(queries.stop, queries.start + step)):
+            rows, keys = range(first, queries.stop, step), range(first % step, n, step)
             yield Rect(rows, keys).between(low, 0 if is_causal else high)
 
     def repeats(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class Window(Branch):
         return range(queries.start + low, queries.stop + high)
 
     def kept(self, head: int) -> CacheRule:
-        return CacheRule(period=min(self.left * self.rate + 1, FOREVER), asks=self.rate > 1, ahead=self.limits[1])
+        return CacheRule(period=1 - self.limits[0], asks=self.rate > 1, ahead=self.limits[1])
 
     def without(self, rect: Rect, head: int) -> list[Rect] | None:
         low, high = self.limits
