@@ -34,7 +34,7 @@ from dilated_attention.checks import Ints
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import away
 from dilated_attention.resolve import computed_dtype
-from dilated_attention.streaming.slots import Slot, Table, tables_of
+from dilated_attention.streaming.slots import Slot, SlotTable, tables_of
 
 DENSE = Pattern([Dense()])  # of all rows that are not hidden
 
@@ -70,7 +70,7 @@ class KVCache:
         return sum(len(some) * max(rule.rows(tokens) for rule in some) for some in self.kept)
 
     @functools.cached_property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[SlotTable, ...]:
         return tables_of(self.pattern, self.kv_heads, self.tokens, self.like.device)
 
     @functools.cached_property

@@ -27,7 +27,7 @@ class Slot(NamedTuple):
     hidden: Tensor  # (B * h, S), the slots that it does not see
 
 
-class Table:
+class SlotTable:
     """The slots of heads that have the same branches: those of one branch, then those of the next."""
 
     def __init__(
@@ -114,11 +114,11 @@ class Table:
 
 
 @functools.lru_cache(maxsize=32)
-def tables_of(pattern: Pattern, kv_heads: int, tokens: int, device: torch.device) -> tuple[Table, ...]:
+def tables_of(pattern: Pattern, kv_heads: int, tokens: int, device: torch.device) -> tuple[SlotTable, ...]:
     """Room for sequences of so many tokens: a table for all heads that have the same branches."""
     branches = pattern.branches_for(kv_heads)
     alike = grouped(range(kv_heads), lambda head: tuple(i for i, x in enumerate(branches) if head in x.members))
     return tuple(
-        Table(pattern, heads, {i: branches[i] for i in numbers}, tokens, device)
+        SlotTable(pattern, heads, {i: branches[i] for i in numbers}, tokens, device)
         for numbers, heads in alike.items() if numbers
     )  # fmt: skip
