@@ -473,7 +473,7 @@ MUTANTS = [
     M("a-bad-slide-takes-the-others", "A slide that cannot be read ends the whole run.", "slides/encode.py",
       "except (BadFile, OSError) as error:", "except OSError as error:"),
     M("a-result-of-other-weights", "An embedding that other weights or options gave is kept.", "slides/encode.py",
-      'bool(about["key"] == job.slide_key(slide))', "True"),
+      'str(about["key"]) == job.slide_key(slide)', "True"),
     M("short-slides-see-padding", "In a batch, short slides attend to the padding behind them.", "slides/encode.py",
       "padding_mask=mask if bool(mask.any()) else None", "padding_mask=None"),
     M("microns-are-pixels", "Coordinates in µm are taken for pixels.", "slides/files.py",
