@@ -42,9 +42,8 @@ class RingDilatedAttention(DilatedAttention):
 
     def __init__(
         self, segment_lengths: Lengths = None, dilation_rates: Lengths = None, dropout: float = 0.0,
-        ring_size: int | None = None, use_checkpointing: bool | None = None, *,
-        group: Over = None, softmax_scale: float | None = None,
-        **options: Unpack[ModuleOptions],
+        ring_size: int | None = None, use_checkpointing: bool | None = None, *, group: Over = None,
+        softmax_scale: float | None = None, **options: Unpack[ModuleOptions],
     ) -> None:  # fmt: skip
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange, name=type(self).__name__)
@@ -71,8 +70,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     def __init__(
         self, embed_dim: int, num_heads: int, segment_lengths: Lengths = None, dilation_rates: Lengths = None,
         dropout: float = 0.0, bias: bool = True, layer_norm: bool = True, ring_size: int | None = None,
-        use_checkpointing: bool | None = None, *, group: Over = None,
-        **options: Unpack[MultiheadOptions],
+        use_checkpointing: bool | None = None, *, group: Over = None, **options: Unpack[MultiheadOptions],
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange)

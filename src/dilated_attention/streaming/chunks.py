@@ -30,16 +30,9 @@ Chunk = tuple[Tensor, Tensor, Tensor]
 
 
 def stream(
-    chunks: Iterable[Chunk],
-    pattern: Pattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    backend: Backend = "auto",
-    max_bytes: int | None = None,
-    num_tokens: int | None = None,
-) -> Iterator[Tensor]:
+    chunks: Iterable[Chunk], pattern: Pattern, *, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, backend: Backend = "auto", max_bytes: int | None = None, num_tokens: int | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
     """Computes `dilated_attention` of one long sequence that comes in chunks.
 
     It yields one output per chunk, with as many tokens as the chunk. A causal stream yields an output right after its
