@@ -92,6 +92,10 @@ def details() -> None:
     x, grad = torch.zeros(3, 2, requires_grad=True), torch.ones(3 * group.size(), 2)
     torch.autograd.grad(gather_sequence(x, group, 0), x, grad)
     assert (grad == 1).all(), "a gradient that the caller gave is left alone"
+    x = normal(3, 2).requires_grad_()
+    (once,) = torch.autograd.grad(gather_sequence(x.square(), group, 0).square().sum(), x, create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), x)
+    torch.testing.assert_close(twice, 96 * group.size() ** 2 * x**5)
     assert raised(local_positions, -1, group) == "ValueError: n must be the global number of tokens, got -1"
     conjugate = gather_sequence(shard_sequence(complex_numbers, group).conj(), group)
     assert torch.equal(conjugate, complex_numbers.conj()), "a lazy conjugate is sent as it reads"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -103,7 +102,7 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     }
     lengths = say(fields, length).lengths
     transport.warm_up()
-    return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(x, False, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -205,25 +204,32 @@ def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenation over ranks; its transpose sends each gradient home and adds up."""
+    """Concatenation over ranks. Its transpose sends each part home and adds up, and each is the other's derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], transport: GroupTransport) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.transport = dim, lengths, transport
-        shapes = [Size((*x.shape[:dim], length, *x.shape[dim + 1 :])) for length in lengths]
-        return torch.cat(_exchanged("gather_sequence", [_plain(x)] * transport.size, shapes, transport), dim)
+    def forward(ctx: Any, x: Tensor, is_back: bool, *given: Any) -> Tensor:
+        ctx.is_back, ctx.given = is_back, given
+        return (_home if is_back else _whole)(x, *given)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = [_plain(part) for part in grad.split_with_sizes(ctx.lengths, ctx.dim)]
-        shapes = [parts[ctx.transport.rank].shape] * len(parts)
-        first, *others = _exchanged("the gradients of gather_sequence", parts, shapes, ctx.transport)
-        # half precision would round at every rank
-        total = first.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-        for other in others:  # in rank order, so that the sum is the same every time
-            total += other
-        return total.to(grad.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(grad, not ctx.is_back, *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def _whole(x: Tensor, dim: int, lengths: tuple[int, ...], transport: GroupTransport) -> Tensor:
+    shapes = [Size((*x.shape[:dim], length, *x.shape[dim + 1 :])) for length in lengths]
+    return torch.cat(_exchanged("gather_sequence", [_plain(x)] * transport.size, shapes, transport), dim)
+
+
+def _home(grad: Tensor, dim: int, lengths: tuple[int, ...], transport: GroupTransport) -> Tensor:
+    parts = [_plain(part) for part in grad.split_with_sizes(lengths, dim)]
+    shapes = [parts[transport.rank].shape] * len(parts)
+    first, *others = _exchanged("the gradients of gather_sequence", parts, shapes, transport)
+    # half precision would round at every rank
+    total = first.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    for other in others:  # in rank order, so that the sum is the same every time
+        total += other
+    return total.to(grad.dtype)
 
 
 def _plain(x: Tensor) -> Tensor:
