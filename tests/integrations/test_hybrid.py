@@ -318,6 +318,9 @@ def test_of_a_model_that_sees_pictures_the_decoder_alone_is_switched(tmp_path: P
         kinds = [part._attn_implementation for part in (model.config.text_config, model.config.vision_config)]
         assert kinds == ["dilated", "sdpa"]
         assert (error(model(hf.tokens()).logits, plain) < NEAR) == (pattern != hf.PATTERN)
+    pictures = {"input_ids": torch.full((1, 4), config.image_token_id), "pixel_values": torch.zeros(1, 3, 28, 28)}
+    found = AutoModelForImageTextToText.from_config(config, attn_implementation="dilated")  # its other part, too
+    hf.refused(found, "with pictures, attn_implementation=.*text_config", **pictures)
     tokens = hf.tokens().masked_fill(hf.tokens() < 5, config.image_token_id)
     hf.refused(model, "dilated attention cannot honour", input_ids=tokens, token_type_ids=(hf.tokens() < 5).long())
 

@@ -87,7 +87,7 @@ def read_grid(
     if not isinstance(mask, Grid):
         raise ValueError(
             "dilated attention needs a mask of its own mask function: call register() before the model runs, and "
-            "pass attention_mask as (batch, tokens)"
+            'pass attention_mask as (batch, tokens); with pictures, attn_implementation={"text_config": "dilated"}'
         )
     if options.get("is_causal", mask.is_causal) != mask.is_causal:
         raise ValueError(f"is_causal is {not mask.is_causal}, and the mask of this model is not: leave is_causal out")
@@ -172,9 +172,7 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
     if group is not None:
         _check_shard(positions, grid.documents, group)
         return
-    if not positions.shape[1]:
-        return
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not positions.shape[1]:
         return
     counted = grid.positions(samples, positions.device)
     if grid.documents is not None:
