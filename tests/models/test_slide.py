@@ -117,6 +117,10 @@ def test_weights_that_do_not_fit_are_refused(changes: dict[Any, Any], said: str,
     assert "\n" not in str(raised.value)
 
 
+def test_names_alone_are_no_layers() -> None:
+    assert models.weights.depth({f"a.{layer}.b": torch.ones(1) for layer in range(1600)}, "a.") < 110
+
+
 @pytest.mark.parametrize("ending", ["pth", "old.pth", "safetensors"])
 def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"weights.{ending}"

@@ -126,8 +126,9 @@ def matrix(state: State, name: str, said: str) -> tuple[int, int]:
 
 
 def depth(state: State, prefix: str) -> int:
-    """The number of layers. That they are numbered from 0 on is found when they are loaded."""
-    return len({name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)})
+    """The number of layers, of 16 weights each or more: names alone are cheap, and layers take time to make."""
+    found = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    return min(len(found), 1 + len(state) // 16)
 
 
 def load(make: Callable[[], Model], state: State, said: str) -> Model:
