@@ -68,7 +68,7 @@ def load(path: Path) -> Record:
         if not isinstance(found, dict) or "schema" not in found:
             raise ValueError("it has no schema; `dilated-attention bench` writes one")
         if found["schema"] != SCHEMA:
-            raise ValueError(f"it has schema {found['schema']!r}, and this version reads {SCHEMA}")
+            raise ValueError(f"it has schema {found['schema']!r:.60}, and this version reads {SCHEMA}")
         _check(found, SPEC)
         _check_figures(found)
     except OSError as error:
@@ -120,7 +120,7 @@ def _check_figures(found: Record) -> None:
         try:
             far_off(check["errors"], check["limits"])
         except (KeyError, TypeError, ValueError) as error:  # an error without a limit, or what is no number
-            raise ValueError(f"checks[{index}] has errors that cannot be compared with limits: {error}") from error
+            raise ValueError(f"checks[{index}] has errors that cannot be compared with limits: {error!s:.60}") from None
 
 
 def escaped(text: str) -> str:
