@@ -9,6 +9,7 @@ Legend: n tokens; L layers; Hk key/value heads, whose query heads are averaged; 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,8 @@ def fit(model: Any, rows: Tensor, budget: float, by: str = "output") -> Fit:
     if not dense.any():
         raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
     if room < (least := float(cost.min() * shares[dense].numel())):
-        raise ValueError(f"--budget must be at least {budget + (least - room) / shares.numel():.4f} in {n} tokens")
+        enough = min(1, math.ceil(1e4 * (budget + (least - room) / shares.numel())) / 1e4)
+        raise ValueError(f"--budget must be at least {enough:.4f} in {n} tokens")
     free = found[:, dense, : len(options)]  # (2, layers, O, Hk)
     picked = torch.tensor(choose(cost, free[KEPT.index(by)].mT.flatten(0, 1), room)).view(-1, heads)
     shares[dense] = cost[picked]
