@@ -73,7 +73,7 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
 
     def lane(block: Block) -> Hashable:
         keys = block.keys  # [7:] says which heads, and how their rows are shifted
-        return block.branch, keys.sample, keys.samples, keys.row_step, keys.token % keys.row_step, keys[7:]
+        return block.branch, keys.row_step, keys.token % keys.row_step, keys[7:]
 
     parts: list[Away] = []
     for blocks in grouped(_apart(plan(call._replace(key_start=first, keys=count), False).blocks), lane).values():
@@ -87,7 +87,8 @@ def away(call: Call, first: int, count: int) -> tuple[Away, ...]:
         for (start, stop), some in zip(spans, waiting, strict=True):
             keys = some[0].keys
             rows = keys._replace(token=start, segments=1, segment_step=0, rows=(stop - start) // keys.row_step)
-            parts.append(Away(rows, tuple(some)))
+            # of all samples: some blocks have one, others all
+            parts.append(Away(rows._replace(sample=0, samples=call.samples), tuple(some)))
     return tuple(parts)
 
 

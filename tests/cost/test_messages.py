@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from dilated_attention import Dense, DilatedPattern, Pattern, Window
+from dilated_attention import Blocks, Dense, DilatedPattern, Pattern, Window
 from dilated_attention.blocks import View
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.ring.alltoall import bundles_of
@@ -128,10 +128,14 @@ HYBRID = [  # layers of decoders, some of whose query heads share the one head o
     )
     for branch, exchange, packing in itertools.product((Window(15), Dense()), ("ring", "allgather"), ("", "mixed"))
 ]  # fmt: skip
+# blocks that are repeated go sample by sample, and others that read the same keys with all samples at once
+BLOCKS = replace(
+    HYBRID[0], own_pattern=Pattern([Blocks(8, [(4, 0), (4, 1), (5, 1)])]), own_lengths=(32, 32), ranks=2, samples=2
+)
 
 
 @pytest.mark.filterwarnings("ignore:key_padding_mask ignores every key")
-@pytest.mark.parametrize("case", [*SENT[::3], *HYBRID], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*SENT[::3], *HYBRID, BLOCKS], ids=lambda case: case.id)
 def test_what_is_sent(case: Case) -> None:
     cost = case.cost()
     for rank, transport in enumerate(case.on_threads()[1]):
