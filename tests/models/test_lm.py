@@ -298,7 +298,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         (None, "there is no checkpoint at '.*': name a file step-….pt .* or a folder"),
         ({"model": good["model"]}, "step-00000001.pt is not a checkpoint of examples/train_lm.py: it has no 'config'"),
         ({**good, "config": {"width": 3}}, "has no config of a language model: .* unexpected keyword"),
-        ({**good, "model": {}}, "does not fit LongNetLM: Missing key"),
+        ({**good, "config": {**good["config"], "depth": 10**12}}, "no config .* 1000000000000 layers"),
+        ({**good, "model": "step-00000001.pt"}, "has no weights: its 'model' is of type str"),
+        ({**good, "model": dict.fromkeys("ab", torch.zeros(1))}, "does not fit LongNetLM: Missing key"),
         ({**good, "more": Path("x")}, "has more in it than tensors, and is not read"),
     ):
         if found is not None:

@@ -59,11 +59,16 @@ class LongNetLM(Trunk):
 
     @classmethod
     def of_checkpoint(cls, found: Mapping[str, Any], said: str) -> Self:
+        given, state = found["config"], found["model"]
+        if not isinstance(state, Mapping):  # a name would be that of another file
+            raise ValueError(f"{said} has no weights: its 'model' is of type {type(state).__name__}")
+        if isinstance(given, Mapping) and given.get("depth", 0) not in range(len(state) + 1):  # none is made in vain
+            raise ValueError(f"{said} has no config of a language model: {given['depth']!r} layers of fewer weights")
         try:
-            config = LMConfig.from_dict(found["config"])
+            config = LMConfig.from_dict(given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{said} has no config of a language model: {weights.short(error)}") from error
-        model = weights.load(lambda: cls(config), weights.read(found["model"])[0], said)
+        model = weights.load(lambda: cls(config), weights.read(state)[0], said)
         if config.tied:  # each weight was loaded under its own name
             model.head.weight = model.embed.weight
         return model
