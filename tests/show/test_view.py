@@ -10,6 +10,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.show.view import Plot, shades
 
 LONGNET = DilatedPattern.longnet([4, 8], [1, 2])
+SOLID = "It is solid, as no pair of these tokens is left out: draw more tokens to see less."
 
 
 def test_titles_and_captions() -> None:
@@ -47,6 +48,9 @@ def test_titles_and_captions() -> None:
             "In head 0, query 9 sees 4 keys in w=8 r=1 (8 9 10 11), 4 zero keys.",
             "Lines are the borders between the shards of 4 ranks.",
         ]),
+        (Plot(DilatedPattern.longnet([64], [1]), 128, 1, is_causal=True, window=(0, 60), cells=4), [SOLID]),
+        (Plot(DilatedPattern.longnet([64], [1]), 128, 1, window=(30, 60)), [SOLID]),
+        (Plot(DilatedPattern.longnet([64], [1]), 128, 1, window=(30, 70)), []),
     ],
 )  # fmt: skip
 def test_facts(view: Plot, facts: list[str]) -> None:

@@ -196,6 +196,9 @@ class Plot:
         facts = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
         if len(facts) > MOST_PICTURES:
             facts[MOST_PICTURES:] = ["More could be said about other heads: name one to read it."]
+        diagonal = -1 if self.is_causal else self.cells
+        if self.window and all((x.share >= torch.ones_like(x.share).tril(diagonal)).all() for x in self.pictures):
+            facts.append("It is solid, as no pair of these tokens is left out: draw more tokens to see less.")
         if self.ranks:
             facts.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
         rest = self.heads - sum(len(x.heads) for x in self.pictures[:most]) if self.head is None else 0
