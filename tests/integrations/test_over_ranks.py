@@ -6,6 +6,7 @@ import copy
 import os
 import re
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from dilated_attention.integrations.transformers import shard_batch
 from dilated_attention.models import document_positions, shifted
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
-from tests.integrations.hf import LENGTHS, VOCABULARY, batch, model_of, packed, tokens
+from tests.integrations.hf import LENGTHS, VOCABULARY, batch, config_of, made, model_of, packed, tokens
 from tests.over_ranks import raised, world
 
 pytestmark = pytest.mark.usefixtures("pools_that_end")
@@ -134,6 +135,19 @@ def test_what_is_refused_over_ranks() -> None:
         for text, wanted in zip(found, says, strict=True):
             assert text.startswith("ValueError"), text
             assert wanted in text
+
+
+def moving(kind: str, **more: Any) -> str:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
+    return raised(made(config_of(rope_parameters=rope)), **shard_batch(batch_of("rows"), world()))
+
+
+def test_frequencies_that_follow_the_largest_position_are_refused() -> None:
+    factors = {name: [1.0] * 4 for name in ("short_factor", "long_factor")}
+    for kind, more in {"dynamic": {}, "longrope": {**factors, "original_max_position_embeddings": 8}}.items():
+        assert all(
+            "rope_type cannot be 'dynamic' or 'longrope'" in text for text in pool(2).run(partial(moving, kind, **more))
+        )
 
 
 def cut(over: Any, **batch: Any) -> str:

@@ -36,6 +36,10 @@ REFUSED = {
     "block_indices": "sparse attention by an indexer",
 }
 JUMPS = "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass them with cu_seq_lens_q"
+MOVING = (
+    "over a group, rope_type cannot be 'dynamic' or 'longrope': each rank would take its frequencies from its own "
+    "largest position; set 'linear', 'yarn' or 'llama3'"
+)
 BREAKS = (
     "position_ids must grow by 1 from token to token; packed documents may begin again at 0 without attention_mask and "
     "with use_cache=False; if the model does not tell its masks of them, pass cu_seq_lens_q, too"
@@ -67,6 +71,9 @@ def attention(
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, group)
+        rope = getattr(module.config, "rope_parameters", None) or {} if group is not None else {}
+        if {"dynamic", "longrope"} & {x.get("rope_type") for x in (rope, *rope.values()) if isinstance(x, dict)}:
+            raise ValueError(MOVING)
     width = value.shape[3]
     if width < key.shape[3]:  # multi-head latent attention
         value = F.pad(value, (0, key.shape[3] - width))
