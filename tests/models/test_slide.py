@@ -54,6 +54,7 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
         ({"pattern": da.Pattern([da.Window(3, heads=[4])])}, "for key/value head 4, and there are 4"),
         ({"backend": "best"}, "unknown backend 'best'"),
         ({"checkpoint_activations": "no"}, "checkpoint_activations must be True or False, got 'no'"),
+        ({"tile_size": 0, "pattern": models.slide_pattern()}, "tile_size must be 1 or more, got 0"),
         ({"embed_dim": 30}, "embed_dim must be a multiple of 4"),
         ({"num_heads": 5}, "embed_dim must be a multiple of num_heads"),
         ({"drop_path_rate": 2}, "drop_path_rate must be a number in"),

@@ -76,7 +76,7 @@ class SlideEncoder(nn.Module):
         check_options(Options(pattern, backend=backend))
         self.embed_dim, self.depth = embed_dim, check_int("depth", depth)
         self.slide_ngrids = check_int("slide_ngrids", slide_ngrids)
-        self.tile_size: TileSize = tile_size
+        self.tile_size: TileSize = check_int("tile_size", tile_size)
         self.global_pool = global_pool
         self.dropout = checked_probability(dropout, "dropout")
         self.checkpoint_activations = checkpoint_activations
