@@ -148,9 +148,7 @@ def attend(
         shape = q.shape
         positions = documents = None
         if grid.documents is not None:
-            documents, chunk = grid.documents, getattr(grid.own.listed[0], "length", 0)
-            if is_own and chunk and len(q) == 1:  # chunks do not begin anew in a document, as in the model
-                documents = torch.unique(torch.cat((documents, torch.arange(0, int(documents[-1]), chunk))))
+            documents = grid.documents
             q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         elif padding is None and grid.end is not None:
             end = grid.end - grid.dropped

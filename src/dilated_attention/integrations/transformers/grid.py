@@ -177,7 +177,7 @@ def _first(mask: Tensor) -> Tensor:
 
 @torch.compiler.disable(reason=IN_THE_DATA)  # type: ignore[no-untyped-call, untyped-decorator]
 def _documents(mask_function: Any, own: Pattern, samples: int, tokens: int, device: Any) -> Tensor | None:
-    """A document begins wherever a token does not see the one before it. Chunks do not begin anew in it."""
+    """A document begins wherever a token does not see the one before it; so may a chunk, which changes nothing."""
     position, sample = torch.arange(tokens, device=device), torch.arange(samples, device=device).unsqueeze(1)
     before = (position - 1).clamp(min=0)
     if bool(mask_function(sample, 0, before, position)[..., 1:].any()):
