@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dilated_attention import Dense, Dilated, DilatedPattern, Global, Pattern, Prefix, Window, advice
@@ -50,6 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, *, forward: bool = True, backward: bool
 # --- the pattern --------------------------------------------------------------------------------------------------
 
 
+@example(1 << 32, 1, 1, "head_groups", False)  # 2^64 pairs
 @given(lengths, st.integers(1, 130), st.integers(1, 4), st.sampled_from(RULES), st.booleans())
 def test_any_length_gets_a_pattern_that_can_run(
     tokens: int, kv_heads: int, group: int, rule: Any, causal: bool

@@ -106,4 +106,4 @@ def test_a_compiler_sees_little() -> None:
     )  # fmt: skip
     attend(*testing.make_qkv(1, 20, 4, 8))
     ours = {guard.name for guard in seen if "dilated_attention" in guard.name or "PATTERN" in guard.name}
-    assert 0 < len(ours) <= 80, sorted(ours)
+    assert 0 < len(ours) <= 90, sorted(ours)  # torch 2.13: 80, 2.15: 84

@@ -278,9 +278,10 @@ def _cost(
     ranks: Iterable[int],
 ) -> ExchangeCost:  # fmt: skip
     """The largest numbers of these ranks."""
-    numbers = tallies[name][:, [*ranks]].split_with_sizes((2, 2, 2, 3))
-    hops, sent, received, (held, sums, pairs) = (x.amax(1).tolist() for x in numbers)
-    flops = call.head_dim * call.q_per_kv * call.samples * pairs
+    tally, pairs = tallies[name]
+    numbers = tally[:, [*ranks]].split_with_sizes((2, 2, 2, 2))
+    hops, sent, received, (held, sums) = (x.amax(1).tolist() for x in numbers)
+    flops = call.head_dim * call.q_per_kv * call.samples * max(pairs[rank] for rank in ranks)
     seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
     forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
     return ExchangeCost(forward, backward, int(numbers[2].sum()), held, sums, 14 * flops / speed)

@@ -1,13 +1,14 @@
 """What every rank sends, receives, holds and computes in each exchange, counted for all ranks at once.
 
-What the queries of one rank need of others follows from their rectangles, as in `plan.away`. A
-dilated branch repeats itself: what queries need is found once for all that lie alike in their segments.
+What the queries of one rank need of others follows from their rectangles, as in `plan.away`. A dilated branch repeats
+itself: what queries need is found once for all that lie alike in their segments.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ from dilated_attention.ring.shards import Shards
 from dilated_attention.shown import moved_to
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
-# most bytes of received rows at one time; bytes of gradients that are summed in float32; pairs of a query and a key, of
-# one sample and one query head of each key/value head.
-Tally = Tensor  # (9, ranks)
+# most bytes of received rows at one time; bytes of gradients that are summed in float32. And pairs, of one sample and
+# one query head of each key/value head, which may need more than 64 bits.
+Tally = tuple[Tensor, list[int]]  # (8, ranks)
 # Of one sample and all heads: (reader, owner) rows of K that each rank needs of each other one; and (5, ranks): queries
 # that see such rows; own rows that others need, the most of one rank before and the most of one after; in an alltoall,
 # rows that go to others and come from them, and pairs more than those of the own queries.
@@ -35,7 +36,7 @@ Needs = tuple[Tensor, Tensor]
 
 def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
     """``call``: of all tokens. Unless ``pairs_too``, only sequences on several ranks are looked at."""
-    rows, (queries, own, dealt, taken, more, pairs) = rows_needed(call, shards, pairs_too)
+    rows, (queries, own, dealt, taken, more), pairs = rows_needed(call, shards, pairs_too)
     fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
     fields = fields._replace(rows=(*fields.rows[1:], *fields.inputs))  # without a gradient of lse
     blocks, sums, inputs, results, inputs_again, gradients = (call.samples * row_bytes(some) for some in fields)
@@ -49,15 +50,16 @@ def count(call: Call, shards: Shards, pairs_too: bool) -> dict[str, Tally]:
             came, gone = came.sum(1, keepdim=True), gone.sum(1, keepdim=True)
         most = came.amax(1)
         held = at_once * (most * blocks + gone.amax(1) * sums), totals + at_once * most * sums
-        tallies[name] = _tally(gone, came, [(blocks, 0), (blocks, sums)], *held, pairs)
+        tallies[name] = _tally(gone, came, [(blocks, 0), (blocks, sums)], *held), pairs
     if can_deal(call.pattern):
         ways = [(inputs, results), (inputs_again, gradients)]
         held = torch.stack([taken * max(inputs, inputs_again), dealt * max(results, gradients)]).amax(0), 0 * taken
-        tallies["alltoall"] = _tally(dealt.unsqueeze(1), taken.unsqueeze(1), ways, *held, pairs + more)
+        tally = _tally(dealt.unsqueeze(1), taken.unsqueeze(1), ways, *held)
+        tallies["alltoall"] = tally, [*map(operator.add, pairs, more.tolist())]
     return tallies
 
 
-def _tally(gone: Tensor, came: Tensor, ways: list[tuple[int, int]], *others: Tensor) -> Tally:
+def _tally(gone: Tensor, came: Tensor, ways: list[tuple[int, int]], *others: Tensor) -> Tensor:
     """``gone`` and ``came``: (ranks, steps) rows; ``ways``: the bytes of one, and of its results, in each pass."""
     hops, gone, came = (gone + came > 0).sum(1), gone.sum(1), came.sum(1)
     sent, received = ([x * there + y * back for there, back in ways] for x, y in ((gone, came), (came, gone)))
@@ -70,10 +72,10 @@ pairs_of = functools.lru_cache(maxsize=1 << 12)(Pattern.counted)
 # --- rows that queries need -----------------------------------------------------------------------------------------
 
 
-def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Tensor]:
-    """As `Needs`, and a sixth row: the pairs of the own queries. Nothing outside of a sequence is seen."""
+def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """As `Needs`, and the pairs of each rank's queries. Nothing outside of a sequence is seen."""
     rows = torch.zeros(shards.ranks, shards.ranks, dtype=torch.int64, device="cpu")
-    numbers = rows.new_zeros(6, shards.ranks)
+    numbers, pairs = rows.new_zeros(5, shards.ranks), [0] * shards.ranks
     borders = {border for border in shards.starts if 0 < border < shards.tokens}
     for index, branch in enumerate(call.branches):
         needs, zones = _in_sequence, {shards.sequence(x) for x in borders}
@@ -86,14 +88,14 @@ def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Te
                 known[cut] = needs(call, index, cut)
             here = slice(ranks.start, ranks.stop)
             rows[here, here] += known[cut][0]
-            numbers[:5, here] += known[cut][1]
+            numbers[:, here] += known[cut][1]
         for begin, end in itertools.pairwise(shards.cu_seqlens) if pairs_too else ():
             ranks, cut = shards.cut(begin, end)
             for rank, queries in zip(ranks, itertools.starmap(range, itertools.pairwise(cut)), strict=True):
                 shift, length = moved_to(branch, call.branches, queries, cut[-1])
                 given = call.pattern, index, moved(queries, -shift), length, call.kv_heads, call.is_causal
-                numbers[5, rank] += pairs_of(*given)
-    return rows, numbers
+                pairs[rank] += pairs_of(*given)
+    return rows, numbers, pairs
 
 
 def _in_segment(call: Call, index: int, cut: Ints) -> Needs:
