@@ -157,6 +157,7 @@ def _near(call: Call, index: int, queries: range, n: int) -> tuple[int, list[Int
 @functools.lru_cache(maxsize=256)
 def kinds_of_heads(call: Call, index: int) -> list[tuple[int, int]]:
     """One of each kind of heads that see the same in a branch, and how many there are."""
-    is_alone = call.pattern.counts == "sum"  # else other branches cut away what they show
-    kinds = grouped(call.placed(index), lambda placed: placed[1:] if is_alone else call.looks(placed[0]))
-    return [(some[0][0], len(some)) for some in kinds.values()]
+    order = call.pattern.order(call.drops) if call.pattern.counts == "once" else [index]
+    known = operator.itemgetter(*order[: order.index(index) + 1])  # earlier branches cut away what they show
+    kinds = grouped(call.placed(index), lambda placed: known(call.looks(placed[0])))
+    return [(alike[0][0], len(alike)) for alike in kinds.values()]
