@@ -248,6 +248,8 @@ def train(options: argparse.Namespace) -> None:
     with together("Log()", device=options.device):
         log = Log(options.out / "log.jsonl", options.steps, trainer.step, options.rows * options.tokens)
     if not run(trainer, rows, log):
+        if log.speaks:
+            print(f"stopped after step {trainer.step}, which is saved: the same command goes on")
         return
     per_byte = 1.0 if tokenizer is None else unseen_tokens / sum(map(len, held_out))
     judged = {length: trainer.judged(part) for length, part in by_length.items()}

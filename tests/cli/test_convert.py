@@ -38,6 +38,8 @@ def test_what_is_refused(refused: Refused, source: Path, tmp_path: Path) -> None
     assert "no weights of such a model" in refused("convert", other, target)
     torch.save({"model": {"x": Path("y")}}, other)  # which would run code
     assert "more in it than tensors" in refused("convert", other, target)
+    (tmp_path / "config.json").write_text("{}")
+    assert "and no weights" in refused("convert", tmp_path, target, "--pattern", tmp_path / "pattern.json")
     assert not target.exists()
     target.write_bytes(b"mine")
     assert "exists already" in refused("convert", source, target)

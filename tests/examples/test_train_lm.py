@@ -123,15 +123,16 @@ def followed(owner: type, name: str, then: Any) -> Iterator[None]:
         yield
 
 
-def interrupted(arguments: list[str], at: int) -> None:
+def interrupted(arguments: list[str], at: int) -> str:
     """The training on a rank that gets SIGTERM after a step."""
 
     def told(_: Any, step: int, **facts: float) -> None:
         if step == at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with followed(train_lm.Log, "add", told):
+    with followed(train_lm.Log, "add", told), contextlib.redirect_stdout(io.StringIO()) as printed:
         train_lm.main(arguments)
+    return printed.getvalue()
 
 
 def test_a_training_goes_on_where_it_was_ended(tmp_path: Path) -> None:
@@ -140,7 +141,8 @@ def test_a_training_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     for folder in folders[:2]:
         folder.mkdir()
     pool(2).run(train_lm.main, given(calm, "--sequence", 2))
-    pool(2).run(interrupted, given(ended, "--sequence", 2), 2)
+    printed = pool(2).run(interrupted, given(ended, "--sequence", 2), 2)
+    assert "stopped after step 3, which is saved: the same command goes on" in printed[0]
     assert names(ended) == ["step-00000002.pt", "step-00000003.pt"]  # the step that it was in was ended, and saved
     assert steps(ended) == [1, 2, 3]
     shutil.copytree(ended, fewer)

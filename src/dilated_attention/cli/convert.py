@@ -39,6 +39,8 @@ def run(given: Namespace) -> None:
                 raise ValueError(f"there is no file {source}")
         elif not is_folder:
             options.file("TARGET", target, (".pt",))
+        elif not [*source.glob("*.safetensors"), *source.glob("*.bin")]:
+            raise ValueError(f"{source} has a config.json, and no weights (*.safetensors)")
         if target.exists():
             raise ValueError(f"{target} exists already: name another file, or remove it")
         if given.pattern is not None:
