@@ -57,7 +57,7 @@ def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str, lengt
         record = records[name, tokens, "forward"]
         pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
         shares.append(f"{far_rows(pattern, tokens, record['heads'])[1]:.2%} at {tokens:,}")
-    return f"- {name}: of the tokens of all heads, the longest branch takes {', '.join(shares)}."
+    return f"- {name}: averaged over all heads, the longest branch takes {', '.join(shares)}."
 
 
 def _time(record: dict[str, Any] | None) -> str:
