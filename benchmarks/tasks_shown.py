@@ -77,8 +77,8 @@ def verdict(runs: list[Result]) -> str:
     return (
         f"**The [registered claim](#what-is-compared) {holds}.** Of facts planted in texts of {LENGTH:,} bytes, three "
         f"runs of `{PRIMARY}` (windows, and every fourth layer full) recall {ranges[0]}, `dense` {ranges[1]}, and "
-        f"`window`, of equal cost, {ranges[2]}. In texts of {SHORT:,} bytes, `{PRIMARY}` needs {times:.3f} times the bits "
-        f"of `dense`: {short[PRIMARY]:.3f} and {short['dense']:.3f} a byte.{but}"
+        f"`window`, of equal cost, {ranges[2]}. In texts of {SHORT:,} bytes, `{PRIMARY}` needs {times:.3f} times "
+        f"the bits of `dense`: {short[PRIMARY]:.3f} and {short['dense']:.3f} a byte.{but}"
     )
 
 
