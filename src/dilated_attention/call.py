@@ -121,7 +121,7 @@ class Call(NamedTuple):
         return self.pattern.branches_for(self.model_heads)
 
     @property
-    def borders(self) -> Ints:
+    def full_cu_seqlens(self) -> Ints:
         """Where sequences begin, and the end of the last."""
         return self.cu_seqlens or (0, self.total)
 

@@ -203,7 +203,7 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
 
 def _cu_seqlens_here(call: Call) -> Ints:
     """Those of the sequences that have both queries and keys here."""
-    cu_seqlens = call.borders
+    cu_seqlens = call.full_cu_seqlens
     first, stop = max(call.start, call.key_start), min(call.start + call.queries, call.key_start + call.keys)
     return cu_seqlens[bisect.bisect_right(cu_seqlens, first) - 1 : bisect.bisect_left(cu_seqlens, stop) + 1]
 

@@ -47,7 +47,7 @@ def prepare(
     sees = ("later" if of_keys else "earlier") if call.is_causal else "all"
     widest = max(call.heads * dim, *(each[1] for each in strides))
     group = 1 if of_keys else call.q_per_kv
-    found = table(Demand(nests, call.samples, call.borders, group, own, other, sees, widest, call.device))
+    found = table(Demand(nests, call.samples, call.full_cu_seqlens, group, own, other, sees, widest, call.device))
     aligned = [dim, *(stride for each in strides for stride in each[:3])]
     strips = [each for each in nests if isinstance(each, Strip)]
     has_own_key = all(map(shows_itself, strips))

@@ -86,7 +86,7 @@ def _rects(call: Call, branch: int, head: int, of_keys: bool) -> tuple[Rect, ...
     """Those of a branch; None if one has a mask."""
     found: list[Rect] = []
     has_blocks = isinstance(call.branches[branch], Blocks)
-    for begin, end in itertools.pairwise(call.borders):
+    for begin, end in itertools.pairwise(call.full_cu_seqlens):
         for rect, but in call.parts(branch, head, range(end - begin), end - begin):
             if but:
                 return None
@@ -157,7 +157,7 @@ def _listed(call: Call, branch: int, of_keys: bool) -> Iterator[Strip]:
     rows: list[Array] = []
     runs: list[Array] = []
     before = 0
-    for begin, end in itertools.pairwise(call.borders):
+    for begin, end in itertools.pairwise(call.full_cu_seqlens):
         own, other = pairs[:, pairs.max(0) * size < end - begin]
         # runs of neighbours
         first = np.flatnonzero((np.diff(own, prepend=-1) != 0) | (np.diff(other, prepend=-1) != 1))

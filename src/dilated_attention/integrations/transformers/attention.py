@@ -104,11 +104,11 @@ def read_grid(
     is_known = keys is not None and not torch.compiler.is_compiling()
     if ends is None or (is_known and torch.as_tensor(ends).tolist() != torch.as_tensor(keys).tolist()):
         raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
-    if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
+    if (not mask.is_plain and mask.cu_seqlens is None) or samples != 1 or is_cached:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
-    return replace(mask, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
+    return replace(mask, cu_seqlens=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
 
 
 def attend(
@@ -146,9 +146,9 @@ def attend(
         out, lse = kept.attend(q, k, v, grid, scale)
     else:
         shape = q.shape
-        positions = documents = None
-        if grid.documents is not None:
-            documents = grid.documents
+        positions = cu_seqlens = None
+        if grid.cu_seqlens is not None:
+            cu_seqlens = grid.cu_seqlens
             q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         elif padding is None and grid.end is not None:
             end = grid.end - grid.dropped
@@ -159,7 +159,7 @@ def attend(
         # without a warning that there are fewer tokens than heads: short prompts have
         inputs = Inputs(q, k, v, hidden, positions=positions)
         options = Options(pattern, grid.is_causal, scale, dropout_p, True)
-        out, lse = functional.attend(inputs, options, Ranks.of(group), documents, warns=False)
+        out, lse = functional.attend(inputs, options, Ranks.of(group), cu_seqlens, warns=False)
         out, lse = out.view(shape), lse.view(shape[:3])
     if padding:
         out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
@@ -175,12 +175,12 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
         return
     positions = positions.expand(samples, -1)
     if group is not None:
-        _check_shard(positions, grid.documents, group)
+        _check_shard(positions, grid.cu_seqlens, group)
         return
     if torch.compiler.is_compiling() or not positions.shape[1]:
         return
     counted = grid.positions(samples, positions.device)
-    if grid.documents is not None:
+    if grid.cu_seqlens is not None:
         jumps, begins = positions.diff() != 1, positions[:, 1:] == 0
         # borders of chunks are not told apart from those of documents
         if bool((jumps & ~begins if grid.own.text != ALL.text else jumps.where(counted[:, 1:] > 0, ~begins)).any()):
@@ -200,26 +200,26 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, group: A
 
 
 @torch.compiler.disable(reason="ranks are asked")  # type: ignore[no-untyped-call, untyped-decorator]
-def _check_shard(positions: Tensor, documents: Tensor | None, group: Any) -> None:
-    """Raise unless this rank's tokens follow those of the ranks before it. ``documents``: of all ranks' tokens."""
+def _check_shard(positions: Tensor, cu_seqlens: Tensor | None, group: Any) -> None:
+    """Raise unless this rank's tokens follow those of the ranks before it. ``cu_seqlens``: of all ranks' tokens."""
     over = Ranks.of(group)
     if over is None or (ranks := over.group) is None:
         return
     checks, n = over.before_calls(positions), positions.shape[1]
     if not checks.is_due:
         return
-    ends = None if documents is None else documents.tolist()
+    ends = None if cu_seqlens is None else cu_seqlens.tolist()
     lengths = checks.ask("a model over ranks", {"cu_seq_lens_q, as shard_batch() makes it,": ends}, n).lengths
     check_total_length(over.parallel.total_length, lengths)
     start = sum(lengths[: ranks.rank()])
     wanted = start + torch.arange(n)
-    if documents is not None:
-        if int(documents[-1]) != sum(lengths):
+    if cu_seqlens is not None:
+        if int(cu_seqlens[-1]) != sum(lengths):
             raise ValueError(
                 "over a group, documents need cu_seq_lens_q of the tokens of all ranks: pass what shard_batch() makes, "
                 "and turn off load balancers that reorder tokens"
             )
-        wanted = within(documents, wanted)
+        wanted = within(cu_seqlens, wanted)
     if bool((positions.cpu() != wanted).any()):  # in every row: none is padded
         with functional.errors_reach_group(group, positions):
             raise ValueError(

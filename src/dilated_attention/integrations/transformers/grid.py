@@ -60,7 +60,7 @@ class Grid(BlockMask):
     own: Pattern  # what the model itself does in these layers
     start: int | Tensor = 0  # the column of the first query; () of a static cache
     padding: Padding | None = None
-    documents: Tensor | None = None  # cu_seqlens of all rows one after the other, on the CPU
+    cu_seqlens: Tensor | None = None  # of all rows one after the other, on the CPU
     placed: Padding | None = None  # for that: as the model does, it counts padding that is between tokens
     dropped: int = 0  # columns that a cache has dropped: the keys begin after them
     is_causal: bool = True
@@ -71,7 +71,7 @@ class Grid(BlockMask):
     @property
     def is_plain(self) -> bool:
         """The queries are the last of the keys, or all of them, and nothing is padding."""
-        return self.padding is None and self.documents is None and self.end == self.keys + self.dropped
+        return self.padding is None and self.cu_seqlens is None and self.end == self.keys + self.dropped
 
     @property
     def end(self) -> int | None:
@@ -84,9 +84,9 @@ class Grid(BlockMask):
 
     def positions(self, samples: int, device: torch.device) -> Tensor:
         """The place of each query in its document, or among the real tokens of its sample, (B or 1, n)."""
-        if self.documents is not None:
+        if self.cu_seqlens is not None:
             place = torch.arange(samples * self.queries, device=device)
-            return within(self.documents.to(device), place).view(samples, -1)
+            return within(self.cu_seqlens.to(device), place).view(samples, -1)
         if self.padding is not None:
             return (self.padding.real.cumsum(1) - 1 + self.padding.before.unsqueeze(1)).clamp(min=0)
         return (torch.arange(self.queries, device=device) + self.start).unsqueeze(0)
@@ -126,7 +126,7 @@ def grid_mask(
     grid = Grid(q_length, kv_length, own, q_offset, dropped=kv_offset, is_causal=is_causal)
     if is_causal and mask_function is not causal_mask_function:
         if kv_length == q_length and attention_mask is None:
-            return replace(grid, documents=_documents(mask_function, own, batch_size, kv_length, device))
+            return replace(grid, cu_seqlens=_documents(mask_function, own, batch_size, kv_length, device))
         if local_size is None:
             raise ValueError("dilated attention takes packed documents only without a cache and without attention_mask")
     if isinstance(q_offset, Tensor):

@@ -254,8 +254,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             asked = (shift_labels != IGNORED).sum()
             if grid.padding is not None:  # which predicts nothing
                 shift_labels = shift_labels.masked_fill(~grid.padding.real, IGNORED)
-            if grid.documents is not None:  # of all rows one after the other: none predicts the next one
-                shift_labels.view(-1)[grid.documents[1:].to(labels.device) - 1] = IGNORED
+            if grid.cu_seqlens is not None:  # of all rows one after the other: none predicts the next one
+                shift_labels.view(-1)[grid.cu_seqlens[1:].to(labels.device) - 1] = IGNORED
             # a trainer counts also those that were left out: the mean of this batch stays as it is
             share = (shift_labels != IGNORED).sum().clamp(min=1) / asked
         loss = summed_loss(states, self.lm.head.weight, shift_labels)
