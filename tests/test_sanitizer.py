@@ -31,9 +31,12 @@ def test_sanitizer(tool: str, share: int) -> None:
     script = [sys.executable, __file__, f"{share}/{SHARES}"]
     environment = {**os.environ, "PYTHONPATH": "src:.", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for command in (script, [str(PROGRAM), "--tool", tool, "--error-exitcode", "1", *script]):
-        done = subprocess.run(  # some of its processes never end: they must not keep the tests that follow from running
-            command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, timeout=240
-        )
+        try:  # some of its processes never end: they must not keep the tests that follow from running
+            done = subprocess.run(
+                command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, timeout=240
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it did not end after {error.stdout or b''!r}"[:3000]) from error
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
