@@ -86,8 +86,28 @@ class Registered:
         return BACKWARD(*given[-2:], list(given[:-2]), *self.packed)  # type: ignore[no-any-return]
 
 
+def _mapped(cls: Any, info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+    """A node of all mapped values, with as many times the samples; or one for each, where keys that are not mapped
+    would be copied as often, and with dropout, which depends on the number of a sample."""
+    count = info.batch_size
+    given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    pairs = [*zip(given, in_dims, strict=True)]
+    if in_dims[1] is None or given[SEED] is not None:
+        calls = [cls.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]
+        results = tuple(map(torch.stack, zip(*calls, strict=True)))
+    else:
+        whole = list(given)
+        for at, (x, dim) in enumerate(pairs):
+            if isinstance(x, Tensor) and at != CU_SEQLENS:
+                whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
+        results = tuple(x.unflatten(0, (count, -1)) for x in cls.apply(*whole))
+    return results, (0,) * len(results)
+
+
 class Attention(torch.autograd.Function):
-    """The node: keeps q, k, v, out and lse, and no more. vmap knows it."""
+    """The node: keeps q, k, v, out and lse, and no more."""
+
+    vmap = classmethod(_mapped)
 
     @staticmethod
     def forward(*given: Any) -> Pair:
@@ -114,38 +134,17 @@ class Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(NO_FORWARD_MODE)
 
-    @classmethod
-    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        """A node for each of the mapped values: with as many times the samples, or once for each.
-
-        Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a
-        sample: there the node is applied again and again.
-        """
-        count: int = info.batch_size
-        given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
-        pairs = [*zip(given, in_dims, strict=True)]
-        if in_dims[1] is None or given[SEED] is not None:
-            calls: Any = [cls.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]  # type: ignore[no-untyped-call]
-            results = tuple(map(torch.stack, zip(*calls, strict=True)))
-        else:
-            whole = list(given)
-            for at, (x, dim) in enumerate(pairs):
-                if isinstance(x, Tensor) and at != CU_SEQLENS:
-                    whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
-            results = tuple(x.unflatten(0, (count, -1)) for x in cls.apply(*whole))  # type: ignore[no-untyped-call]
-        return results, (0,) * len(results)
-
 
 # What Function.apply comes to outside of torch.func. It would first look up the signature of forward, which takes as
 # long as a short call's kernels.
 _apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
-class Refusing(Attention):
-    """A result without a derivative, under vmap or while gradients are recorded: its backward pass raises.
+class Refusing(torch.autograd.Function):
+    """A result without a derivative, of tensors, what computes it from them, and the words of its error: its backward
+    pass raises."""
 
-    It is given tensors, what computes the result from them, and the words of the error.
-    """
+    vmap = classmethod(_mapped)
 
     @staticmethod
     def forward(*given: Any) -> Any:
@@ -157,7 +156,7 @@ class Refusing(Attention):
         ctx.why = inputs[-1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(ctx.why)
 
 

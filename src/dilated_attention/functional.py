@@ -17,6 +17,7 @@ from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.backends.problem import Inputs, Pair
 from dilated_attention.branches import Dense
 from dilated_attention.call import ON_DEVICE, CuSeqlens
+from dilated_attention.checks import check_tensor
 from dilated_attention.context_parallel import Over
 from dilated_attention.pattern import Pattern
 from dilated_attention.plan import plan
@@ -168,11 +169,11 @@ def attend(
             inputs = inputs._replace(cu_seqlens=cu_seqlens_on_host(cu_seqlens))
         call = resolve(inputs, options)
         query, key, value = inputs[:3]
-        if sinks is not None and (
-            not isinstance(sinks, Tensor) or sinks.shape != query.shape[2:3] or not sinks.is_floating_point()
-        ):
-            got = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
-            raise ValueError(f"sinks must be a float tensor of shape ({call.heads},), one per query head, got {got}")
+        if sinks is not None:
+            check_tensor("sinks", sinks)
+            if sinks.shape != query.shape[2:3] or not sinks.is_floating_point():
+                wanted = f"a float tensor of shape ({call.heads},), one per query head"
+                raise ValueError(f"sinks must be {wanted}, got {sinks.dtype} of shape {tuple(sinks.shape)}")
         if ranks is not None and alone:
             check_total_length(ranks.parallel.total_length, (query.shape[1],))
         if warns and alone and (call.queries < call.heads or inputs.padding is not None):

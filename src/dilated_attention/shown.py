@@ -110,22 +110,9 @@ class Shown:
         """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
         num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
-        kv_heads, queries = num_heads // group, range(num_tokens)
-        branches = range(len(self.branches_for(kv_heads)))
-        return group * sum(self.counted(branch, queries, num_tokens, kv_heads, is_causal) for branch in branches)
-
-    def counted(self, index: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> int:
-        """How many pairs of a branch count, over all key/value heads. Internal."""
-        branches, total, steps = self.branches_for(kv_heads), 0, itertools.count()
-        order = [index]
-        if self.counts == "once":  # those that differ from head to head last: the others are counted for all heads
-            order = sorted(self.order(False), key=lambda i: len({*map(branches[i].offset_of, branches[i].members)}) > 1)
-        known = [branches[i] for i in order[: order.index(index) + 1]]
-        for heads in grouped(branches[index].members, lambda head: _looks(known, head)).values():
-            others = [other for other in known[:-1] if heads[0] in other.members]
-            rects = branches[index].rects(heads[0], queries, n, is_causal)
-            total += len(heads) * sum(count_left(rect, others, heads[0], n, steps) for rect in rects)
-        return total
+        kv_heads = num_heads // group
+        given = range(num_tokens), num_tokens, kv_heads, is_causal
+        return group * sum(counted(self, index, *given) for index in range(len(self.branches_for(kv_heads))))
 
     def looks(self, head: int, kv_heads: int) -> Ints:
         """Heads that agree in this see the same: the offset in each branch, -1 where they do not have it."""
@@ -193,6 +180,21 @@ def resolved(pattern: Shown, num_heads: int) -> tuple[Branch, ...]:
 
 def _looks(branches: Iterable[Branch], head: int) -> Ints:
     return tuple(x.offset_of(head) if head in x.members else -1 for x in branches)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def counted(pattern: Shown, index: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> int:
+    """How many pairs of a branch count, over all key/value heads."""
+    branches, total, steps = pattern.branches_for(kv_heads), 0, itertools.count()
+    order = [index]
+    if pattern.counts == "once":  # those that differ from head to head last: the others are counted for all heads
+        order = sorted(pattern.order(False), key=lambda i: len({*map(branches[i].offset_of, branches[i].members)}) > 1)
+    known = [branches[i] for i in order[: order.index(index) + 1]]
+    for heads in grouped(branches[index].members, lambda head: _looks(known, head)).values():
+        others = [other for other in known[:-1] if heads[0] in other.members]
+        rects = branches[index].rects(heads[0], queries, n, is_causal)
+        total += len(heads) * sum(count_left(rect, others, heads[0], n, steps) for rect in rects)
+    return total
 
 
 def moved_to(branch: Branch, others: Iterable[Branch], queries: range, n: int) -> tuple[int, int]:

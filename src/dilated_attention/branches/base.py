@@ -224,7 +224,7 @@ class Branch:
         if self.heads is not None:
             object.__setattr__(self, "heads", rising("heads", self.heads))
 
-    def whole(self, name: str, least: int = 1) -> int:
+    def checked(self, name: str, least: int = 1) -> int:
         """A field, as an int of ``least`` or more from here on."""
         number = check_int(name, getattr(self, name), least=least)
         object.__setattr__(self, name, number)

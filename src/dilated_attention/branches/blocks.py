@@ -40,7 +40,7 @@ class Blocks(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.whole("size")
+        self.checked("size")
         try:
             listed = sorted({(operator.index(query), operator.index(key)) for query, key in self.pairs})
         except (TypeError, ValueError):
@@ -62,8 +62,8 @@ class Blocks(Branch):
         is_causal: bool = False,
     ) -> Blocks:  # fmt: skip
         """BigBird's blocks: ``window`` around each block, the ``first`` blocks for all, and ``per_row`` at random."""
-        for name, number in (("size", size), ("num_tokens", num_tokens)):
-            check_int(name, number)
+        check_int("size", size)
+        check_int("num_tokens", num_tokens)
         for name, number in (("window", window), ("first", first), ("per_row", per_row)):
             check_int(name, number, least=0)
         count, side, draw, pairs = -(-num_tokens // size), window // 2, random.Random(seed), list[tuple[int, int]]()

@@ -38,11 +38,11 @@ class Dilated(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.whole("length")
-        self.whole("rate")
-        self.whole("neighbours")
+        self.checked("length")
+        self.checked("rate")
+        self.checked("neighbours")
         if self.offset != "head":
-            object.__setattr__(self, "offset", self.whole("offset", 0) % self.rate)
+            object.__setattr__(self, "offset", self.checked("offset", 0) % self.rate)
 
     def offset_of(self, head: int) -> int:
         return head // self.neighbours % self.rate if self.offset == "head" else self.offset

@@ -37,7 +37,7 @@ class Prefix(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.whole("count")
+        self.checked("count")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.count) & (query >= 0)
@@ -78,7 +78,7 @@ class Global(Branch):
         if isinstance(self.tokens, Iterable):
             object.__setattr__(self, "tokens", rising("tokens", self.tokens))
         else:
-            self.whole("tokens")
+            self.checked("tokens")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
         if isinstance(self.tokens, int):

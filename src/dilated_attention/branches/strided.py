@@ -35,13 +35,14 @@ class Strided(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "offset", self.whole("offset", 0) % self.whole("rate"))
+        object.__setattr__(self, "offset", self.checked("offset", 0) % self.checked("rate"))
         if self.length is not None:
-            self.whole("length")
+            self.checked("length")
 
     def sees(self, head: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
-        width = self.length or FOREVER
-        return (key % width % self.rate == self.offset) & (query // width == key // width)
+        if self.length is None:  # a remainder takes long on a CPU
+            return (key % self.rate == self.offset) & (query >= 0)
+        return (key % self.length % self.rate == self.offset) & (query // self.length == key // self.length)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
         width = self.length or max(1, n)

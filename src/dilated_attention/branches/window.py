@@ -37,10 +37,10 @@ class Window(Branch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.whole("left", 0)
-        self.whole("rate")
+        self.checked("left", 0)
+        self.checked("rate")
         if self.right is not None:
-            self.whole("right", 0)
+            self.checked("right", 0)
 
     @property
     def limits(self) -> tuple[int, int]:

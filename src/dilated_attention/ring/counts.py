@@ -17,12 +17,11 @@ from dilated_attention.branches import Dilated
 from dilated_attention.branches.base import grouped, moved
 from dilated_attention.call import Call
 from dilated_attention.checks import Ints
-from dilated_attention.pattern import Pattern
 from dilated_attention.plan import joined_spans
 from dilated_attention.ring.alltoall import can_deal, deal, rows_before, segment_at
 from dilated_attention.ring.parallel import Travelling, row_bytes
 from dilated_attention.ring.shards import Shards
-from dilated_attention.shown import moved_to
+from dilated_attention.shown import counted, moved_to
 
 # What an exchange comes to, by rank: hops, and bytes that are sent and received, each of them forward and backward; the
 # most bytes of received rows at one time; bytes of gradients that are summed in float32. And pairs, of one sample and
@@ -66,9 +65,6 @@ def _tally(gone: Tensor, came: Tensor, ways: list[tuple[int, int]], *others: Ten
     return torch.stack([*(hops * (1 + (back > 0)) for _, back in ways), *sent, *received, *others])
 
 
-pairs_of = functools.lru_cache(maxsize=1 << 12)(Pattern.counted)
-
-
 # --- rows that queries need -----------------------------------------------------------------------------------------
 
 
@@ -93,8 +89,9 @@ def rows_needed(call: Call, shards: Shards, pairs_too: bool) -> tuple[Tensor, Te
             ranks, cut = shards.cut(begin, end)
             for rank, queries in zip(ranks, itertools.starmap(range, itertools.pairwise(cut)), strict=True):
                 shift, length = moved_to(branch, call.branches, queries, cut[-1])
-                given = call.pattern, index, moved(queries, -shift), length, call.kv_heads, call.is_causal
-                pairs[rank] += pairs_of(*given)
+                pairs[rank] += counted(
+                    call.pattern, index, moved(queries, -shift), length, call.kv_heads, call.is_causal
+                )
     return rows, numbers, pairs
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from dilated_attention.models import positions
 from dilated_attention.show import charts
+from dilated_attention.streaming.chunks import half_of_memory
 
 FEATURES, COORDS = ("features", "feats"), "coords"
 TILE_SIZE = 256  # of files that do not say: GigaPath's
-MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 if hasattr(os, "sysconf") else math.inf
+MOST_BYTES = half_of_memory(torch.device("cpu")) or math.inf  # of features, which are read twice
 # Public tile encoders by the number of their features. Several share a number, so a width alone only suggests one.
 ENCODERS = {
     384: "GigaPath-Flash's tile encoder or another ViT-S",

@@ -141,7 +141,7 @@ class Stream:
         self.lengths: deque[int] = deque()  # of the chunks that wait for their outputs,
         self.begun: list[Tensor] = []  # what there is of the first,
         self.finished: deque[Tensor] = deque()  # and outputs of whole chunks
-        self.limit = _half_of_memory(call.device) if max_bytes is None else max_bytes
+        self.limit = half_of_memory(call.device) if max_bytes is None else max_bytes
         self.check_held()
         if call.is_causal or call.adds_zeros or self.ahead != self.cache.period:
             choose(call._replace(in_parts=True))  # a backend that takes only whole calls says so now
@@ -209,7 +209,7 @@ class Stream:
             yield self.finished.popleft()
 
 
-def _half_of_memory(device: torch.device) -> int | None:
+def half_of_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch's allocator
         return (torch.cuda.mem_get_info(device)[0] + unused) // 2
