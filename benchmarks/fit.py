@@ -54,10 +54,10 @@ def some_full(n: int, depth: int) -> Patterns:
 PATTERNS: dict[str, Callable[[Plain, torch.Tensor], Patterns]] = {
     "dense-again": lambda model, rows: model.patterns,
     "fitted": lambda model, rows: fitting.fit(model, rows, BUDGET).patterns,
-    "fitted-by-mass": lambda model, rows: fitting.fit(model, rows, BUDGET, "mass").patterns,
     "window": lambda model, rows: (window(rows.shape[1], BUDGET),) * len(model.patterns),
     "longnet": lambda model, rows: (longnet(rows.shape[1]),) * len(model.patterns),
     "random-full-layers": lambda model, rows: some_full(rows.shape[1], len(model.patterns)),
+    "fitted-by-mass": lambda model, rows: fitting.fit(model, rows, BUDGET, "mass").patterns,
 }
 
 
@@ -74,7 +74,7 @@ def perform(options: Any, name: str, data: tasks_data.Data, about: dict[str, Any
     with tempfile.TemporaryDirectory() as folder, train_lm.ranks(device):
         rate = ["--lr", "5e-4" if start else "2e-3", "--warmup", "100", "--save-every", str(10**9)]
         given = train_lm.arguments(["none", "--out", folder, "--rows", "1", "--device", device, *rate])
-        given.shrink, given.start, given.seconds = small, start, options.seconds / (4 if start else 1)
+        given.shrink, given.start, given.seconds = small, start, options.tuning if start else options.seconds
         lengths, file = [n] if start else [n // 4, n], options.out / f"{name}.json"
         trainer = Timed(given, config, lengths, data, file, {*config.patterns} == {ALL})
         trainer.write(**about, patterns=written(config.patterns), share=share, parameters=trainer.parameters)
@@ -88,13 +88,17 @@ def perform(options: Any, name: str, data: tasks_data.Data, about: dict[str, Any
 def main(words: list[str] | None = None) -> None:
     parser = common.parser(__doc__, "report/fit", "the folder of the results")
     parser.add_argument("--code", nargs="+", type=Path, help="folders of packages; by default those of this Python")
-    parser.add_argument("--seconds", type=float, default=480.0, help="of training; a quarter of it for fine-tuning")
+    parser.add_argument("runs", nargs="*", default=["dense", *PATTERNS], help="some of them; by default all")
+    parser.add_argument("--seconds", type=float, default=480.0, help="of training")
+    parser.add_argument("--tuning", type=float, default=120.0, help="seconds of fine-tuning")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and widths by this, for a test")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     options = parser.parse_args(words)
+    if wrong := {*options.runs} - {"dense", *PATTERNS}:
+        parser.error(f"there is no run {min(wrong)!r}: use some of dense, {', '.join(PATTERNS)}")
     data = tasks_data.code(options.code or tasks_data.installed(), SEQUENCES, 4 * TOKENS // options.shrink)
     about = {"data": data.facts, "machine": machine.describe(torch.device(options.device), options.commit)}
-    for name in ("dense", *PATTERNS):
+    for name in options.runs:
         file = options.out / f"{name}.json"
         if not common.read(file).get("complete"):
             perform(options, name, data, about)

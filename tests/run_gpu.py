@@ -25,8 +25,9 @@ PYTEST = (sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:
 def start(mark: str, share: str, log: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
     with log.open("wb") as stream:
         return subprocess.Popen(
-            [*PYTEST, "-m", mark, *arguments], cwd=ROOT, env={**os.environ, "CHUNK": share}, stdout=stream,
-            stderr=subprocess.STDOUT,
+            [*PYTEST, "-m", mark, *arguments], cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT,
+            # a compiler that starts a process for each core, in each of so many processes, is slower than one that none
+            env={**os.environ, "CHUNK": share, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )  # fmt: skip
 
 

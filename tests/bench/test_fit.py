@@ -37,13 +37,13 @@ def test_it_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixtu
     for package in range(20):
         (tmp_path / f"code/package{package}").mkdir(parents=True)
         (tmp_path / f"code/package{package}/a.py").write_text("".join(f"name{package}_{i % 97}\n" for i in range(1200)))
-    given = ["--shrink", "16", "--seconds", "0.01", "--device", "cpu", "--code", str(tmp_path / "code")]
-    runs = {name: fit.PATTERNS[name] for name in ("fitted", "random-full-layers")}
+    short = ["--shrink", "16", "--seconds", "0.01", "--tuning", "0.01"]
+    given = [*short, "--device", "cpu", "--code", str(tmp_path / "code")]
 
     def results(names: tuple[str, ...]) -> dict[str, Any]:
         few = mock.patch.multiple(tasks_model, ASKED=1, ROWS=1, CHECKED_ROWS=1, CHECKED=512, STEP=512)
-        with few, mock.patch.multiple(fit, SEQUENCES=2, PATTERNS={name: runs[name] for name in names}):
-            fit.main([*given, "--out", str(tmp_path / "out")])
+        with few, mock.patch.multiple(fit, SEQUENCES=2):
+            fit.main(["dense", *names, *given, "--out", str(tmp_path / "out")])
         return {name: json.loads((tmp_path / f"out/{name}.json").read_text()) for name in ("dense", *names)}
 
     first = results(("fitted",))
