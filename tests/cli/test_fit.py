@@ -43,7 +43,7 @@ def test_from_a_dense_model_to_a_pattern(kind: str, run: Run, data: Path, tmp_pa
     share = pairs / (2 * 4 * N * (N + 1) / 2)
     assert 0.2 < share <= 0.3
     assert f"chosen: {share:.1%} of dense attention's pairs" in ran.out
-    assert b"share of its output that is kept" in chart.read_bytes()
+    assert b"share of its weight" in chart.read_bytes()
     found = json.loads(run("fit", dense, *given, "--budget", 0.3, "-o", file, "--json", "--by", "mass").out)
     assert found["patterns"] == json.loads(file.read_text()) != [pattern.to_dict() for pattern in patterns]
 

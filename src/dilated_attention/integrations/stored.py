@@ -1,6 +1,6 @@
 """Language models from disk, LongNetLM or Hugging Face's: what they say of tokens, and what attends in them.
 
-Legend: tokens (B, n); q (B, n, H, D); k, v (B, n, Hk, D).
+Legend: tokens (B, n).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch.nn import functional as F
 
 from dilated_attention.models import weights
 from dilated_attention.models.generate import BEGIN
-from dilated_attention.models.layers import Sequences, attend_each
+from dilated_attention.models.layers import Sequences, attend_whole
 from dilated_attention.models.lm import LongNetLM, states_of
 from dilated_attention.pattern import Pattern
 from dilated_attention.show.charts import library
 
-Look = Callable[..., None]  # of a layer's number, q, k, v and scale
+Attend = Callable[[Pattern], tuple[Tensor, Tensor]]  # out and lse of a layer, as if it had this pattern
+# of a layer's number, its key/value heads and what it can do: the out and lse that it goes on with; None: its own
+Look = Callable[[int, int, Attend], tuple[Tensor, Tensor] | None]
 
 
 class Plain:
@@ -41,34 +43,36 @@ class Plain:
         found = self.tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
         return [*([] if first is None else [first]), *found]
 
-    def logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """What is said at these places, (B, places, V)."""
-        return self.model.head(states_of(self.model, True, tokens, None, None, None)[:, places])  # type: ignore[no-any-return]
+    def logits(self, tokens: Tensor, places: Tensor, look: Look | None = None) -> Tensor:
+        """What is said at these places, (B, places, V). ``look``: sees the layers attend, one after another."""
+        if look is None:
+            return self.model.head(states_of(self.model, True, tokens, None, None, None)[:, places])  # type: ignore[no-any-return]
 
-    def losses(self, tokens: Tensor) -> Tensor:
-        """Of all tokens but the first, (B, n - 1), in nats."""
-        places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        return F.cross_entropy(self.logits(tokens, places).float().mT, tokens[:, 1:], reduction="none")
+        def attend(layer: int, calls: Sequence[Pattern], *qkv: Tensor) -> tuple[Tensor, ...]:
+            def one(pattern: Pattern) -> tuple[Tensor, Tensor]:
+                return attend_whole(pattern, True, Sequences(), None, *qkv)
 
-    def watch(self, tokens: Tensor, look: Look) -> None:
-        """Shows what attends in each layer, one after another."""
-
-        def attend(layer: int, calls: Sequence[Pattern], *given: Tensor) -> tuple[Tensor, ...]:
-            look(layer, *given, None)
-            return attend_each(calls, True, Sequences(), None, *given)
+            return (
+                *(look(layer, qkv[1].shape[2], one) or one(calls[0])),
+                *(x for call in calls[1:] for x in one(call)),
+            )
 
         positions, calls = torch.arange(tokens.shape[1], device=tokens.device), enumerate(self.model.config.calls)
-        self.model.states(tokens, positions, [partial(attend, *one) for one in calls], apart=True)
+        states = self.model.states(tokens, positions, [partial(attend, *one) for one in calls], apart=True)
+        return self.model.head(states[:, places])  # type: ignore[no-any-return]
+
+    def losses(self, tokens: Tensor, look: Look | None = None) -> Tensor:
+        """Of all tokens but the first, (B, n - 1), in nats."""
+        places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        return F.cross_entropy(self.logits(tokens, places, look).float().mT, tokens[:, 1:], reduction="none")
 
 
 class HuggingFace(Plain):
     """A decoder of transformers whose attention is ours."""
 
-    def logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        return self.model(tokens, use_cache=False, logits_to_keep=places).logits  # type: ignore[no-any-return]
-
-    def watch(self, tokens: Tensor, look: Look) -> None:
-        self.model(tokens, use_cache=False, logits_to_keep=1, watch=look)
+    def logits(self, tokens: Tensor, places: Tensor, look: Look | None = None) -> Tensor:
+        more = {} if look is None else {"watch": look}
+        return self.model(tokens, use_cache=False, logits_to_keep=places, **more).logits  # type: ignore[no-any-return]
 
 
 def stored(path: Path, tokenizer: str | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Plain:

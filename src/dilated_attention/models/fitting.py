@@ -1,16 +1,19 @@
 """A pattern for a model that was trained with dense attention: which few heads stay full, and what the others see.
 
-The *mass* of a pattern is how much of dense attention's weight its keys have, see `attention_mass`. Each key/value head
-gets one of the unions of `menu`. A union is measured as a whole: its mass is not the sum of its branches' masses.
+The *mass* of a pattern is how much of dense attention's weight its keys have, see `attention_mass`. Its *change* is how
+much the loss depends on the keys that it leaves out. Each key/value head gets one of the unions of `menu`. A union is
+measured as a whole: its mass is not the sum of its branches' masses.
 
-Legend: n tokens; L layers; Hk key/value heads, whose query heads are averaged; O options; U units, each with a choice.
+Legend: n tokens; L layers; H heads; Hk key/value heads, each with the query heads that it serves; O options; U units,
+each with a choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +21,17 @@ import torch
 from torch import Tensor
 
 from dilated_attention.branches import Branch, Dense, Dilated, Prefix, Strided, Window
-from dilated_attention.functional import dilated_attention
+from dilated_attention.branches.base import T
 from dilated_attention.pattern import Pattern
 
 Option = tuple[Branch, ...]  # what one head sees
+Pair = tuple[Tensor, Tensor]  # (1, n, H, D) and (1, n, H), the out and lse of a layer
+Attend = Callable[[Pattern], Pair]
 FIRST = Prefix(4)  # on which models put attention that they need nowhere else
-KEPT = ("mass", "output")
+ALL = Pattern([Dense()])
+STEPS = 2  # from the narrowest pattern to dense attention
+BY = ("loss", "mass")
+TINY = 1e-300
 
 
 def alone(n: int) -> dict[str, Option]:
@@ -39,46 +47,78 @@ def menu(n: int) -> list[Option]:
     return [*((near, FIRST, *some) for near in windows for some in far), (Dense(),)]
 
 
-def measured(model: Any, rows: Tensor, options: Sequence[Option]) -> Tensor:
-    """What each option keeps in each layer and key/value head, of its mass and of its output, (2, L, O, Hk).
-
-    Of the output: 1 - the mean square of its change / that of the output. There, mass that is lost counts by how much
-    the values of unseen keys differ from those seen: a head that takes a mean of all tokens loses mass and little else.
-    """
+@torch.no_grad()
+def masses(model: Any, rows: Iterable[Tensor], options: Sequence[Option]) -> Tensor:
+    """The mass of each option in each layer and key/value head, (L, O, Hk)."""
     found: dict[int, list[Tensor]] = {}
 
-    def look(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-        def attend(option: Option) -> tuple[Tensor, Tensor]:
-            given: Any = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
-            out, lse = dilated_attention(q, k, v, Pattern(option), **given)
-            return out.double(), lse
+    def look(layer: int, heads: int, attend: Attend) -> None:
+        _, whole = attend(ALL)  # once, which `attention_mass` would compute for each option
+        some = [(attend(Pattern(option))[1] - whole).exp().clamp(max=1).mean((0, 1)) for option in options]
+        found.setdefault(layer, []).append(torch.stack(some).view(len(options), heads, -1).mean(2).cpu())
 
-        out, lse = attend((Dense(),))  # once, which `attention_mass` would compute for each option
-        kept = []
-        for some, some_lse in map(attend, options):
-            lost = (some - out).square().sum((0, 1, 3)) / out.square().sum((0, 1, 3))
-            kept.append(torch.stack([(some_lse - lse).exp().clamp(max=1).mean((0, 1)), 1 - lost]))
-        by_head = torch.stack(kept, 1)
-        found.setdefault(layer, []).append(by_head.view(*by_head.shape[:2], k.shape[2], -1).mean(3).cpu())
-
-    with torch.no_grad():
-        for row in rows:
-            model.watch(row.unsqueeze(0), look)
-    return torch.stack([torch.stack(found[layer]).mean(0) for layer in sorted(found)], 1)
+    for row in rows:
+        model.losses(row.unsqueeze(0), look)
+    return torch.stack([torch.stack(found[layer]).double().mean(0) for layer in sorted(found)])
 
 
-def choose(cost: Tensor, kept: Tensor, room: float) -> list[int]:
-    """For each unit the option that it gets, given what options cost (O,) and what a unit keeps with each (U, O).
+@torch.no_grad()
+def changes(
+    model: Any, ways: Iterable[tuple[Tensor, float]], options: Sequence[Option], layers: Sequence[int]
+) -> Tensor:
+    """How much the loss depends on what each option leaves out in some layers, (layers, O, Hk).
 
-    All begin with the cheapest. Then, again and again, the change that keeps most for what it costs more is made,
-    anywhere; until none that fits into ``room`` keeps more.
+    What is left out changes the results of a head at a token. This change times the slope of the loss is squared, and
+    summed over tokens. Of what a dense model is sure of, its loss has no slope, whatever it takes to know it: so slopes
+    are taken on the way from the first option to dense attention, on which all heads go together. ``ways``: rows, and
+    how far on it.
     """
-    at = torch.full((len(kept), 1), int(cost.argmin()))
-    room -= float(cost.min()) * len(kept)
+    found: list[Any] = [0] * len(layers)
+    for row, way in ways:
+        for index, (heads, attend, given) in enumerate(slopes(model, row, Pattern(options[0]), way, layers)):
+            whole = attend(ALL)
+            some: Any = [sum(map(change, given, attend(Pattern(option)), whole)) for option in options]
+            found[index] += torch.stack(some).square().sum((1, 2)).view(len(options), heads, -1).sum(2).cpu()
+    return torch.stack(found)
+
+
+def slopes(model: Any, row: Tensor, narrow: Pattern, way: float, layers: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Of each layer: its heads, what it can do, and the slopes of the loss for its out and lse; so far on the way."""
+    seen, pairs = list[tuple[int, Attend]](), list[Tensor]()
+
+    def look(layer: int, heads: int, attend: Attend) -> Any:
+        if layer not in layers:
+            return None
+        here = [torch.lerp(few, every, way) for few, every in zip(attend(narrow), attend(ALL), strict=True)]
+        here = [x if x.requires_grad else x.requires_grad_() for x in here]
+        seen.append((heads, attend))
+        pairs.extend(here)
+        return here
+
+    with torch.enable_grad():
+        grads = torch.autograd.grad(model.losses(row.unsqueeze(0), look).sum(), pairs, allow_unused=True)
+    return [(*one, grads[2 * index : 2 * index + 2]) for index, one in enumerate(seen)]
+
+
+def change(slope: Tensor | None, some: Tensor, whole: Tensor) -> Tensor | float:
+    """Of the loss, at each token and head, (1, n, H). ``slope`` None: it does not depend on these."""
+    return (
+        0.0 if slope is None else (slope.double() * (some.double() - whole.double())).view(*slope.shape[:3], -1).sum(3)
+    )
+
+
+def choose(cost: Tensor, lost: Tensor, room: float) -> list[int]:
+    """For each unit the option that it gets, given what options cost a unit, and what it loses with them, (U, O).
+
+    All begin with the cheapest. Then, again and again, the change that gains most for what it costs more is made,
+    anywhere; until none that fits into ``room`` gains anything.
+    """
+    at = cost.argmin(1, keepdim=True)
+    room -= float(cost.amin(1).sum())
     while True:
-        more = cost - cost[at]
-        rate = ((kept - kept.gather(1, at)) / more).masked_fill((more <= 0) | (more > room), 0)
-        unit, option = divmod(int(rate.argmax()), len(cost))
+        more = cost - cost.gather(1, at)
+        rate = ((lost.gather(1, at) - lost) / more).masked_fill((more <= 0) | (more > room), 0)
+        unit, option = divmod(int(rate.argmax()), cost.shape[1])
         if rate[unit, option] <= 0:
             return at.flatten().tolist()
         room -= float(more[unit, option])
@@ -100,6 +140,19 @@ def share_of(pattern: Pattern, n: int, kv_heads: int) -> float:
     return pattern.pairs(n, kv_heads, is_causal=True) / Pattern([Dense()]).pairs(n, kv_heads, is_causal=True)
 
 
+@torch.no_grad()
+def kv_heads_of(model: Any, rows: Tensor) -> int:
+    found: list[int] = []
+    model.losses(rows[:1, :2], lambda layer, heads, attend: found.append(heads))
+    return found[0]
+
+
+def cost_of(options: Sequence[Option], head: int, n: int, kv_heads: int) -> list[float]:
+    """The pairs that a head would have, as a share of its pairs in dense attention."""
+    alone = ([option if other == head else () for other in range(kv_heads)] for option in options)
+    return [kv_heads * share_of(joined(one), n, kv_heads) for one in alone]
+
+
 @dataclass(frozen=True)
 class Fit:
     """What was chosen; lists are by layer, and inside by key/value head. Layers that were not dense keep all."""
@@ -107,32 +160,49 @@ class Fit:
     patterns: tuple[Pattern, ...]
     share: float  # of dense attention's pairs
     shares: list[list[float]]
-    kept: list[list[list[float]]]  # KEPT
+    mass: list[list[float]]
+    kept: list[list[float]]  # of what the narrowest option loses: of the mass, or of what changes the loss
     alone: dict[str, list[list[float]]]  # masses of branches by themselves
 
 
-def fit(model: Any, rows: Tensor, budget: float, by: str = "output") -> Fit:
+def fit(
+    model: Any, rows: Tensor, budget: float, by: str = "loss", tell: Callable[[float], Any] = lambda share: None
+) -> Fit:
     """Chooses patterns with at most ``budget`` of dense attention's pairs in such rows of tokens (B, n).
 
-    ``by``: what they are to keep, the "output" of the heads or the "mass". Layers that are not dense stay as they are.
+    ``by``: what pairs are spent on: the model's "loss", which takes a backward pass, or the "mass". Layers that are not
+    dense stay as they are. ``tell`` is called with the share of the work that is done.
     """
-    n, options, single = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1])
-    found = measured(model, rows, [*options, *single.values()])
-    heads, patterns = found.shape[3], [*model.patterns]
-    shares = torch.tensor([[share_of(x, n, heads)] * heads for x in patterns], dtype=torch.float64)  # (L, Hk)
-    kept, dense = torch.ones_like(shares).repeat(2, 1, 1), shares[:, 0] >= 1
-    cost = torch.tensor([share_of(Pattern(option), n, 1) for option in options], dtype=torch.float64)
-    room = budget * shares.numel() - float(shares[~dense].sum())  # in heads
-    if not dense.any():
+    n, options, single, patterns = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1]), [*model.patterns]
+    heads = kv_heads_of(model, rows)
+    given = [share_of(x, n, heads) for x in patterns]
+    layers = [layer for layer, share in enumerate(given) if share >= 1]
+    if not layers:
         raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
-    if room < (least := float(cost.min() * shares[dense].numel())):
-        enough = min(1, math.ceil(1e4 * (budget + (least - room) / shares.numel())) / 1e4)
+    cost = torch.tensor([cost_of(options, head, n, heads) for head in range(heads)], dtype=torch.float64)
+    room = heads * (budget * len(given) - sum(given) + len(layers))
+    if room < (least := float(cost.amin(1).sum() * len(layers))):
+        enough = min(1, math.ceil(1e4 * (budget + (least - room) / (heads * len(given)))) / 1e4)
         raise ValueError(f"--budget must be at least {enough:.4f} in {n} tokens")
-    free = found[:, dense, : len(options)]  # (2, layers, O, Hk)
-    picked = torch.tensor(choose(cost, free[KEPT.index(by)].mT.flatten(0, 1), room)).view(-1, heads)
-    shares[dense] = cost[picked]
-    kept[:, dense] = free.gather(2, picked[None, :, None].expand(2, -1, -1, -1)).squeeze(2)
-    for layer, numbers in zip(dense.nonzero().flatten().tolist(), picked.tolist(), strict=True):
+    ways = [(row, (step + 0.5) / STEPS) for row in rows for step in range(STEPS)] if by == "loss" else []
+    turns = itertools.count(1)
+
+    def told(items: Iterable[T]) -> Iterator[T]:
+        for item in items:
+            yield item
+            tell(next(turns) / (len(rows) + len(ways)))
+
+    mass = masses(model, told(rows), [*options, *single.values()])
+    free = mass[layers, : len(options)].mT  # (layers, Hk, O)
+    lost = changes(model, told(ways), options, layers).mT if ways else 1 - free
+    costs = cost.expand_as(lost)
+    picked = torch.tensor(choose(costs.flatten(0, 1), lost.flatten(0, 1), room)).view(-1, heads)
+    found = torch.stack((costs, free, 1 - lost / lost[..., :1].clamp(min=TINY)))
+    every = torch.ones(3, len(given), heads, dtype=torch.float64)
+    every[0] *= torch.tensor(given).unsqueeze(1)
+    every[:, layers] = found.gather(3, picked.expand(3, -1, -1).unsqueeze(3)).squeeze(3)
+    for layer, numbers in zip(layers, picked.tolist(), strict=True):
         patterns[layer] = joined([options[number] for number in numbers])
-    looked_at = dict(zip(single, found[0, :, len(options) :].transpose(0, 1).tolist(), strict=True))
-    return Fit(tuple(patterns), float(shares.mean()), shares.tolist(), kept.tolist(), looked_at)
+    looked_at = dict(zip(single, mass[:, len(options) :].transpose(0, 1).tolist(), strict=True))
+    shares, weights, kept = every.tolist()
+    return Fit(tuple(patterns), float(every[0].mean()), shares, weights, kept, looked_at)

@@ -7,6 +7,7 @@ the library has them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,6 @@ def attention(
         if "position_ids" not in options and getattr(attention_mask, "is_causal", False):
             name = type(module).__name__
             warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
-    if watch is not None:  # what `integrations.stored` passes to a model, and the model to each layer
-        watch(module.layer_idx, *(x.transpose(1, 2) for x in (query, key, value)), scaling)
     grid = read_grid(attention_mask, len(query), options, is_cached)
     if looks:
         if kept is not None:
@@ -78,7 +77,10 @@ def attention(
     if width < key.shape[3]:  # multi-head latent attention
         value = F.pad(value, (0, key.shape[3] - width))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = attend(pattern_of(module, grid.own), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
+    run = partial(attend, q=q, k=k, v=v, grid=grid, kept=kept, group=group, scale=scaling, dropout_p=dropout)
+    # `integrations.stored` passes ``watch`` to a model, and the model to each layer
+    seen = None if watch is None else watch(module.layer_idx, k.shape[2], run)
+    out, lse = seen or run(pattern_of(module, grid.own))
     if options.get("s_aux") is not None:  # learned sinks
         out, _ = functional.with_sinks(out, lse, options["s_aux"])
     return out[..., :width].contiguous(), None
@@ -162,7 +164,7 @@ def attend(
         out, lse = functional.attend(inputs, options, Ranks.of(group), cu_seqlens, warns=False)
         out, lse = out.view(shape), lse.view(shape[:3])
     if padding:
-        out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
+        out, lse = (taken(x, padding.query_places) for x in (out, lse))
     return out, lse
 
 

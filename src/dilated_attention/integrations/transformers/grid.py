@@ -31,6 +31,7 @@ class Padding(NamedTuple):
     before: Tensor  # (B,) tokens that count, before the queries
     order: Tensor  # (B, N): the keys of each sample that count in order, then the others
     query_order: Tensor  # (B, n), the same of the queries
+    query_places: Tensor  # (B, n), where each query is in that order
     real: Tensor  # (B, n), which queries count, where they are
     hidden: Tensor | None = None  # (B, N), in this order: keys that are seen by nobody, although they come first
 
@@ -38,9 +39,9 @@ class Padding(NamedTuple):
     def of(cls, counts: Tensor, start: int | Tensor, queries: int, hidden: Tensor | None = None) -> Padding:
         """``counts``, ``hidden``: (B, N), where the keys are; ``start``: that of the queries among them."""
         column = torch.arange(counts.shape[1], device=counts.device)
-        real, order = counts[:, start + column[:queries]], _first(counts & (column < start + queries))
+        real, (order, _) = counts[:, start + column[:queries]], _first(counts & (column < start + queries))
         before = (counts & (column < start)).sum(1)
-        return cls(before, order, _first(real), real, None if hidden is None else taken(hidden, order))
+        return cls(before, order, *_first(real), real, None if hidden is None else taken(hidden, order))
 
     def to(self, device: torch.device | str) -> Padding:
         """On a device."""
@@ -171,8 +172,15 @@ def _placed(mask: Tensor, grid: Grid, chunk: int, is_known: bool) -> Padding:
     return Padding.of(counts, grid.start - grid.dropped, grid.queries, None if sees_all else hidden)
 
 
-def _first(mask: Tensor) -> Tensor:
-    return (~mask).long().argsort(dim=1, stable=True)
+def _first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns in order, those that count first, and the place of each in it.
+
+    They are counted, not sorted: torch.compile makes one Triton kernel of all sorts, and it compiles for minutes.
+    """
+    column = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    seen = mask.cumsum(1)
+    places = torch.where(mask, seen - 1, seen[:, -1:] + column - seen)
+    return places.scatter(1, places, column), places
 
 
 @torch.compiler.disable(reason=IN_THE_DATA)  # type: ignore[no-untyped-call, untyped-decorator]
