@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,10 @@ from dilated_attention.branches.base import T
 from dilated_attention.pattern import Pattern
 
 Option = tuple[Branch, ...]  # what one head sees
-Pair = tuple[Tensor, Tensor]  # (1, n, H, D) and (1, n, H), the out and lse of a layer
-Attend = Callable[[Pattern], Pair]
+Attend = Callable[[Pattern], tuple[Tensor, Tensor]]  # (1, n, H, D) and (1, n, H), the out and lse of a layer
 FIRST = Prefix(4)  # on which models put attention that they need nowhere else
 ALL = Pattern([Dense()])
 STEPS = 2  # from the narrowest pattern to dense attention
-BY = ("loss", "mass")
-TINY = 1e-300
 
 
 def alone(n: int) -> dict[str, Option]:
@@ -48,63 +45,52 @@ def menu(n: int) -> list[Option]:
 
 
 @torch.no_grad()
-def masses(model: Any, rows: Iterable[Tensor], options: Sequence[Option]) -> Tensor:
+def masses(model: Any, row: Tensor, options: Sequence[Option]) -> Tensor:
     """The mass of each option in each layer and key/value head, (L, O, Hk)."""
-    found: dict[int, list[Tensor]] = {}
+    found: dict[int, Tensor] = {}
 
     def look(layer: int, heads: int, attend: Attend) -> None:
         _, whole = attend(ALL)  # once, which `attention_mass` would compute for each option
         some = [(attend(Pattern(option))[1] - whole).exp().clamp(max=1).mean((0, 1)) for option in options]
-        found.setdefault(layer, []).append(torch.stack(some).view(len(options), heads, -1).mean(2).cpu())
+        found[layer] = torch.stack(some).view(len(options), heads, -1).mean(2).double().cpu()
 
-    for row in rows:
-        model.losses(row.unsqueeze(0), look)
-    return torch.stack([torch.stack(found[layer]).double().mean(0) for layer in sorted(found)])
+    model.losses(row, look)
+    return torch.stack([found[layer] for layer in sorted(found)])
 
 
 @torch.no_grad()
-def changes(
-    model: Any, ways: Iterable[tuple[Tensor, float]], options: Sequence[Option], layers: Sequence[int]
-) -> Tensor:
+def changes(model: Any, row: Tensor, way: float, options: Sequence[Option], layers: Sequence[int]) -> Tensor:
     """How much the loss depends on what each option leaves out in some layers, (layers, O, Hk).
 
     What is left out changes the results of a head at a token. This change times the slope of the loss is squared, and
     summed over tokens. Of what a dense model is sure of, its loss has no slope, whatever it takes to know it: so slopes
-    are taken on the way from the first option to dense attention, on which all heads go together. ``ways``: rows, and
-    how far on it.
+    are taken on the ``way`` from the first option, 0, to dense attention, 1, on which all heads go together.
     """
-    found: list[Any] = [0] * len(layers)
-    for row, way in ways:
-        for index, (heads, attend, given) in enumerate(slopes(model, row, Pattern(options[0]), way, layers)):
-            whole = attend(ALL)
-            some: Any = [sum(map(change, given, attend(Pattern(option)), whole)) for option in options]
-            found[index] += torch.stack(some).square().sum((1, 2)).view(len(options), heads, -1).sum(2).cpu()
-    return torch.stack(found)
-
-
-def slopes(model: Any, row: Tensor, narrow: Pattern, way: float, layers: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Of each layer: its heads, what it can do, and the slopes of the loss for its out and lse; so far on the way."""
     seen, pairs = list[tuple[int, Attend]](), list[Tensor]()
 
     def look(layer: int, heads: int, attend: Attend) -> Any:
         if layer not in layers:
             return None
-        here = [torch.lerp(few, every, way) for few, every in zip(attend(narrow), attend(ALL), strict=True)]
-        here = [x if x.requires_grad else x.requires_grad_() for x in here]
+        ends = zip(attend(Pattern(options[0])), attend(ALL), strict=True)
+        here = [torch.lerp(few, every, way) for few, every in ends]
+        pairs.extend(x if x.requires_grad else x.requires_grad_() for x in here)
         seen.append((heads, attend))
-        pairs.extend(here)
         return here
 
     with torch.enable_grad():
-        grads = torch.autograd.grad(model.losses(row.unsqueeze(0), look).sum(), pairs, allow_unused=True)
-    return [(*one, grads[2 * index : 2 * index + 2]) for index, one in enumerate(seen)]
+        loss = model.losses(row, look).sum()
+    slopes = iter(torch.autograd.grad(loss, pairs, allow_unused=True, materialize_grads=True))
+    found = []
+    for (heads, attend), *slope in zip(seen, slopes, slopes, strict=True):
+        every = attend(ALL)
+        some: Any = [sum(map(along, slope, attend(Pattern(option)), every)) for option in options]
+        found.append(torch.stack(some).square().sum((1, 2)).view(len(options), heads, -1).sum(2).cpu())
+    return torch.stack(found)
 
 
-def change(slope: Tensor | None, some: Tensor, whole: Tensor) -> Tensor | float:
-    """Of the loss, at each token and head, (1, n, H). ``slope`` None: it does not depend on these."""
-    return (
-        0.0 if slope is None else (slope.double() * (some.double() - whole.double())).view(*slope.shape[:3], -1).sum(3)
-    )
+def along(slope: Tensor, some: Tensor, every: Tensor) -> Tensor:
+    """The change of the loss at each token and head, (1, n, H)."""
+    return (slope.double() * (some.double() - every.double())).view(*slope.shape[:3], -1).sum(3)
 
 
 def choose(cost: Tensor, lost: Tensor, room: float) -> list[int]:
@@ -137,20 +123,7 @@ def joined(options: Sequence[Option]) -> Pattern:
 
 def share_of(pattern: Pattern, n: int, kv_heads: int) -> float:
     """Its pairs as a share of dense attention's."""
-    return pattern.pairs(n, kv_heads, is_causal=True) / Pattern([Dense()]).pairs(n, kv_heads, is_causal=True)
-
-
-@torch.no_grad()
-def kv_heads_of(model: Any, rows: Tensor) -> int:
-    found: list[int] = []
-    model.losses(rows[:1, :2], lambda layer, heads, attend: found.append(heads))
-    return found[0]
-
-
-def cost_of(options: Sequence[Option], head: int, n: int, kv_heads: int) -> list[float]:
-    """The pairs that a head would have, as a share of its pairs in dense attention."""
-    alone = ([option if other == head else () for other in range(kv_heads)] for option in options)
-    return [kv_heads * share_of(joined(one), n, kv_heads) for one in alone]
+    return pattern.pairs(n, kv_heads, is_causal=True) / ALL.pairs(n, kv_heads, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -174,30 +147,31 @@ def fit(
     dense stay as they are. ``tell`` is called with the share of the work that is done.
     """
     n, options, single, patterns = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1]), [*model.patterns]
-    heads = kv_heads_of(model, rows)
+    heads, turns = masses(model, rows[:1, :2], [(Dense(),)]).shape[2], itertools.count(1)
     given = [share_of(x, n, heads) for x in patterns]
     layers = [layer for layer, share in enumerate(given) if share >= 1]
     if not layers:
         raise ValueError(f"no layer sees all of {n} tokens: there is nothing to choose")
-    cost = torch.tensor([cost_of(options, head, n, heads) for head in range(heads)], dtype=torch.float64)
+    alike = [[[option if x == head else () for x in range(heads)] for option in options] for head in range(heads)]
+    cost = [[heads * share_of(joined(one), n, heads) for one in some] for some in alike]
+    costs = torch.tensor([cost] * len(layers), dtype=torch.float64)  # (layers, Hk, O)
     room = heads * (budget * len(given) - sum(given) + len(layers))
-    if room < (least := float(cost.amin(1).sum() * len(layers))):
+    if room < (least := float(costs.amin(2).sum())):
         enough = min(1, math.ceil(1e4 * (budget + (least - room) / (heads * len(given)))) / 1e4)
         raise ValueError(f"--budget must be at least {enough:.4f} in {n} tokens")
-    ways = [(row, (step + 0.5) / STEPS) for row in rows for step in range(STEPS)] if by == "loss" else []
-    turns = itertools.count(1)
+    ways = [(step + 0.5) / STEPS for step in range(STEPS)] if by == "loss" else []
 
-    def told(items: Iterable[T]) -> Iterator[T]:
-        for item in items:
-            yield item
-            tell(next(turns) / (len(rows) + len(ways)))
+    def told(found: T) -> T:
+        tell(next(turns) / (len(rows) * (1 + len(ways))))
+        return found
 
-    mass = masses(model, told(rows), [*options, *single.values()])
-    free = mass[layers, : len(options)].mT  # (layers, Hk, O)
-    lost = changes(model, told(ways), options, layers).mT if ways else 1 - free
-    costs = cost.expand_as(lost)
-    picked = torch.tensor(choose(costs.flatten(0, 1), lost.flatten(0, 1), room)).view(-1, heads)
-    found = torch.stack((costs, free, 1 - lost / lost[..., :1].clamp(min=TINY)))
+    each = torch.split(rows, 1)
+    mass = torch.stack([told(masses(model, row, [*options, *single.values()])) for row in each]).mean(0)
+    free = mass[layers, : len(options)].mT
+    lost = [told(changes(model, row, way, options, layers)).mT for row in each for way in ways]
+    missed = torch.stack(lost).sum(0) if lost else 1 - free
+    picked = torch.tensor(choose(costs.flatten(0, 1), missed.flatten(0, 1), room)).view(-1, heads)
+    found = torch.stack((costs, free, 1 - missed / missed[..., :1].clamp(min=1e-300)))
     every = torch.ones(3, len(given), heads, dtype=torch.float64)
     every[0] *= torch.tensor(given).unsqueeze(1)
     every[:, layers] = found.gather(3, picked.expand(3, -1, -1).unsqueeze(3)).squeeze(3)
