@@ -160,7 +160,12 @@ def test_torch_compile(kind: str) -> None:
     """fullgraph, but for packed documents, whose number is in the data."""
     model, given, step = hf.made(hf.config_of()), hf.packed() if kind == "packed" else hf.batch("left"), {}
     torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=kind != "packed")
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        assert "sort" not in graph.code, "for a GPU, a sort of some hundred tokens is compiled for minutes"
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=kind != "packed")
     wanted = model(**{**given, "use_cache": False}).logits
     if kind == "static":
         step = {"past_key_values": hf.cache_of(StaticCache, model), "attention_mask": given["attention_mask"]}
