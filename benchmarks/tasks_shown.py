@@ -78,7 +78,7 @@ def verdict(runs: list[Result]) -> str:
         f"**The [registered claim](#what-is-compared) {holds}.** Of facts planted in texts of {LENGTH:,} bytes, three "
         f"runs of `{PRIMARY}` (windows, and every fourth layer full) recall {ranges[0]}, `dense` {ranges[1]}, and "
         f"`window`, of equal cost, {ranges[2]}. In texts of {SHORT:,} bytes, `{PRIMARY}` needs {times:.3f} times "
-        f"the bits of `dense`: {short[PRIMARY]:.3f} and {short['dense']:.3f} a byte.{but}"
+        f"the bits of `dense`: {short[PRIMARY]:.4f} and {short['dense']:.4f} a byte.{but}"
     )
 
 
