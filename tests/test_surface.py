@@ -184,7 +184,7 @@ PARTS = {
     **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
     **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
 }
-NOT_YET = {"core": [10_948, 60_419]}  # larger than their budget, and no larger than this
+NOT_YET = {"core": [10_937, 60_331]}  # larger than their budget, and no larger than this
 
 
 def nodes(text: str) -> int:

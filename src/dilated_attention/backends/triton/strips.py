@@ -114,7 +114,7 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[Strip]:
         taken[turn].append(longest)
         alone = number if longest.low > -FOREVER and longest.high < FOREVER else None  # its tiles may be alike
         *_, owned, met = strips.setdefault((turn, alone, *longest[2:]), (turn, longest, [], []))
-        met += [(len(owned), x.start, x.step, x[-1] + 1, 1) for x in _adjoined(rect.keys for rect in some)]
+        met += sorted((len(owned), x.start, x.step, x[-1] + 1, 1) for x in [rect.keys for rect in some])
         owned.append((longest.queries.start, longest.queries.step, longest.queries[-1] + 1))
     for turn, rect, owned, met in strips.values():
         yield Strip(branch, *rect[2:], np.array(owned), np.array(met), turn)
@@ -134,17 +134,6 @@ def _meets(rect: Rect, others: list[Rect]) -> bool:
         if (begin - other.queries.start) % steps == 0:
             return True
     return False
-
-
-def _adjoined(keys: Iterable[range]) -> list[range]:
-    """The same keys in fewer runs: those that continue others are one with them."""
-    joined: list[range] = []
-    for rows in sorted(keys, key=lambda keys: (keys.start, keys.step, len(keys))):
-        if joined and rows.step == joined[-1].step and rows.start == joined[-1][-1] + rows.step:
-            joined[-1] = range(joined[-1].start, rows.stop, rows.step)
-        else:
-            joined.append(rows)
-    return joined
 
 
 def _listed(call: Call, branch: int, of_keys: bool) -> Iterator[Strip]:
