@@ -26,7 +26,7 @@ def start(mark: str, share: str, log: Path, arguments: list[str]) -> subprocess.
     with log.open("wb") as stream:
         return subprocess.Popen(
             [*PYTEST, "-m", mark, *arguments], cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT,
-            # a compiler that starts a process for each core, in each of so many processes, is slower than one that none
+            # in each of so many processes, a compiler that starts one for each core is slower than one that starts none
             env={**os.environ, "CHUNK": share, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )  # fmt: skip
 

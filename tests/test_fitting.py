@@ -163,6 +163,13 @@ def test_the_head_that_reads_far_tokens_stays_full() -> None:
         assert found.patterns[0].pairs(256, 3, is_causal=True) <= 0.5 * 3 * 256 * 257 / 2
 
 
+def test_each_head_pays_for_its_own_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "menu", lambda n: [(Window(3),), (Dilated(n, 16), Window(3))])
+    found = fitting.fit(three_heads(241), torch.zeros(1, 241), 0.5, "mass")
+    assert len(found.patterns[0].branches) == 2
+    assert found.share == pytest.approx(fitting.share_of(found.patterns[0], 241, 3), rel=1e-9)
+
+
 # --- the choice -------------------------------------------------------------------------------------------------
 
 

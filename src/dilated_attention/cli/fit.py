@@ -1,7 +1,7 @@
 """Choose a pattern for a model that was trained with dense attention.
 
 It looks at what each layer and head attends to in your text, and spends the
-budget of (query, key) pairs where they make the model's loss smallest. It
+budget of (query, key) pairs where the model's loss depends on them most. It
 says which heads stay full, and what the others see. That takes a backward
 pass of each row, without checkpointing: --by mass takes less memory.
 `convert --pattern` puts the patterns into the model; then fine-tune it.

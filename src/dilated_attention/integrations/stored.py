@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dilated_attention.models import weights
 from dilated_attention.models.generate import BEGIN
 from dilated_attention.models.layers import Sequences, attend_whole
-from dilated_attention.models.lm import LongNetLM, states_of
+from dilated_attention.models.lm import LongNetLM
 from dilated_attention.pattern import Pattern
 from dilated_attention.show.charts import library
 
@@ -45,21 +45,17 @@ class Plain:
 
     def logits(self, tokens: Tensor, places: Tensor, look: Look | None = None) -> Tensor:
         """What is said at these places, (B, places, V). ``look``: sees the layers attend, one after another."""
-        if look is None:
-            return self.model.head(states_of(self.model, True, tokens, None, None, None)[:, places])  # type: ignore[no-any-return]
+        rows, positions = Sequences(backend=self.model.backend), torch.arange(tokens.shape[1], device=tokens.device)
 
         def attend(layer: int, calls: Sequence[Pattern], *qkv: Tensor) -> tuple[Tensor, ...]:
             def one(pattern: Pattern) -> tuple[Tensor, Tensor]:
-                return attend_whole(pattern, True, Sequences(), None, *qkv)
+                return attend_whole(pattern, True, rows, None, *qkv)
 
-            return (
-                *(look(layer, qkv[1].shape[2], one) or one(calls[0])),
-                *(x for call in calls[1:] for x in one(call)),
-            )
+            out_lse = (look and look(layer, qkv[1].shape[2], one)) or one(calls[0])
+            return (*out_lse, *(x for call in calls[1:] for x in one(call)))
 
-        positions, calls = torch.arange(tokens.shape[1], device=tokens.device), enumerate(self.model.config.calls)
-        states = self.model.states(tokens, positions, [partial(attend, *one) for one in calls], apart=True)
-        return self.model.head(states[:, places])  # type: ignore[no-any-return]
+        attends = [partial(attend, *one) for one in enumerate(self.model.config.calls)]
+        return self.model.head(self.model.states(tokens, positions, attends, apart=True)[:, places])  # type: ignore[no-any-return]
 
     def losses(self, tokens: Tensor, look: Look | None = None) -> Tensor:
         """Of all tokens but the first, (B, n - 1), in nats."""
@@ -71,7 +67,7 @@ class HuggingFace(Plain):
     """A decoder of transformers whose attention is ours."""
 
     def logits(self, tokens: Tensor, places: Tensor, look: Look | None = None) -> Tensor:
-        more = {} if look is None else {"watch": look}
+        more = {} if look is None else {"watch": look}  # not every model takes more words
         return self.model(tokens, use_cache=False, logits_to_keep=places, **more).logits  # type: ignore[no-any-return]
 
 

@@ -147,7 +147,7 @@ def fit(
     dense stay as they are. ``tell`` is called with the share of the work that is done.
     """
     n, options, single, patterns = rows.shape[1], menu(rows.shape[1]), alone(rows.shape[1]), [*model.patterns]
-    heads, turns = masses(model, rows[:1, :2], [(Dense(),)]).shape[2], itertools.count(1)
+    heads = masses(model, rows[:1, :2], [(Dense(),)]).shape[2]  # two tokens tell how many there are
     given = [share_of(x, n, heads) for x in patterns]
     layers = [layer for layer, share in enumerate(given) if share >= 1]
     if not layers:
@@ -160,6 +160,7 @@ def fit(
         enough = min(1, math.ceil(1e4 * (budget + (least - room) / (heads * len(given)))) / 1e4)
         raise ValueError(f"--budget must be at least {enough:.4f} in {n} tokens")
     ways = [(step + 0.5) / STEPS for step in range(STEPS)] if by == "loss" else []
+    turns = itertools.count(1)
 
     def told(found: T) -> T:
         tell(next(turns) / (len(rows) * (1 + len(ways))))
